@@ -1,0 +1,1 @@
+"""Which engines exist now, and what does each hold?"""

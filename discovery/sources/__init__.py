@@ -1,0 +1,1 @@
+"""Where do engine addresses come from?"""

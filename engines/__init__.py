@@ -1,0 +1,1 @@
+"""What is an engine, and how do we talk to one?"""

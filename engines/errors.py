@@ -1,0 +1,35 @@
+"""What can go wrong with an engine, divided by what the caller may do next.
+
+Foreign exceptions (sockets, aiohttp, ZMQ) are mapped to these once, at the edge that sees them.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Anything an engine did, or failed to do."""
+
+
+class EngineUnreachable(EngineError):
+    """No connection could be made: nothing reached the engine, so anything may be tried elsewhere."""
+
+
+class EngineClosed(EngineError):
+    """The connection ended before a response began: the engine may or may not have seen the request."""
+
+
+class EngineTimeout(EngineError):
+    """No response head, or no further bytes, within the time allowed; `stage` names which."""
+
+    def __init__(self, stage: str, timeout_s: float) -> None:
+        super().__init__(f"{stage} timed out after {timeout_s:g} s")
+        self.stage = stage
+        self.timeout_s = timeout_s
+
+
+class EngineBroken(EngineError):
+    """The response began and then broke off or was not HTTP: it can only be continued, never repeated."""
+
+
+class NotAnEngine(EngineError):
+    """Something answered at the URL, and it is neither vLLM nor SGLang; the message says what it was."""

@@ -1,0 +1,1 @@
+"""How many engines should there be?"""

@@ -1,0 +1,1 @@
+"""Which endpoint should take this request? Filter, score, pick: pure, and explained."""

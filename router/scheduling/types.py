@@ -1,0 +1,144 @@
+"""The nouns of choosing. A policy is a plain class with one method, `score`: lower wins.
+
+    request + candidates ──filter──▶ eligible ──Policy.score──▶ costs ──pick──▶ Decision
+
+Everything a policy may look at is in these values; nothing here has a clock, a socket or a random source of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from discovery.signal import LIVE, Signal
+from engines.types import Endpoint
+
+
+class RoutingRequest(msgspec.Struct, frozen=True):
+    """What routing knows of a request."""
+
+    model: str
+    prompt_tokens: int = 0
+    """0 when the prompt could not be tokenized; `untokenizable` then says why."""
+    untokenizable: str = ""
+    session: str | None = None
+    """The session header's value, else the body's `user`."""
+
+
+class Overlap(msgspec.Struct, frozen=True):
+    """How many of the prompt's leading blocks an endpoint already has. Blocks are the endpoint's own size.
+
+    `device`, `host` and `disk` follow one another: a block is counted once, in its fastest tier. `in_flight` is the length of
+    the leading run that is cached on the device *or* is part of a request being served there now, so it is ≥ `device`.
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    in_flight: int = 0
+    predicted: bool = False
+    """From what was sent there, not from events: the signal is not live."""
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What this router has in flight on an endpoint, and what the endpoint itself last reported."""
+
+    active_requests: int = 0
+    active_prefill_tokens: int = 0
+    """Uncached prompt tokens of requests whose first token has not come yet."""
+    active_blocks: int = 0
+    """Distinct blocks of the requests in flight."""
+    last_assigned: int = 0
+    """Ordinal of the latest request sent here; 0 when none was. The smallest is the longest unassigned."""
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    """0..1, as the endpoint reports it."""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One endpoint as seen by one request."""
+
+    endpoint: Endpoint
+    block_size: int
+    prompt_blocks: int
+    """Full blocks of this prompt, in this endpoint's block size."""
+    new_blocks: int
+    """Of those, the ones not part of a request in flight here: what `load.active_blocks` would grow by."""
+    overlap: Overlap = Overlap()
+    load: Load = Load()
+    signal: Signal = LIVE
+
+
+class Rejection(enum.StrEnum):
+    """Why an endpoint was not scored. A closed list: metrics and dashboards rely on it."""
+
+    EXCLUDED = "excluded"
+    """Already tried for this request."""
+    DRAINING = "draining"
+    EJECTED = "ejected"
+    """Not healthy now."""
+    COOLING = "cooling"
+    """It answered 429 or 503 a moment ago."""
+
+
+class Reason(enum.StrEnum):
+    """Why the chosen endpoint won. A closed list: see `explain`."""
+
+    KV = "kv"
+    """The longest cached prefix, by events, decided."""
+    IN_FLIGHT = "in_flight"
+    """The prefix is being made there right now."""
+    PREDICTED = "predicted"
+    """The longest prefix by what was sent there: its signal is not live."""
+    OUTWEIGHED = "load_outweighed"
+    """Another endpoint has a longer prefix and more load."""
+    NO_OVERLAP = "no_shared_prefix"
+    SHORT = "below_one_block"
+    BLIND = "blind"
+    """Nothing is known of its cache: no events, and nothing sent there matches."""
+    UNTOKENIZABLE = "untokenizable"
+    POLICY = "policy"
+    """The policy in use does not look at the cache."""
+
+
+class Context(msgspec.Struct, frozen=True):
+    """What a policy may need besides the values: the time and a random source, both handed in."""
+
+    now: float
+    """Monotonic seconds."""
+    rng: random.Random
+
+
+class Policy(Protocol):
+    """A routing policy: the whole interface.
+
+    A policy may also have a bool attribute `uses_cache` (default: True): False tells the router that prompts need not be
+    tokenized for it, and that `reason` is always `policy`.
+    """
+
+    def score(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> Sequence[float]:
+        """Cost of each candidate, in their order; the lowest wins, ties are broken at random."""
+        ...
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """A candidate and its cost."""
+
+    candidate: Candidate
+    cost: float
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Where a request goes, and everything needed to say why."""
+
+    chosen: Candidate
+    cost: float
+    reason: Reason
+    policy: str
+    scores: tuple[Scored, ...]
+    rejected: tuple[tuple[Endpoint, Rejection], ...] = ()
