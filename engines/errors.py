@@ -33,3 +33,12 @@ class EngineBroken(EngineError):
 
 class NotAnEngine(EngineError):
     """Something answered at the URL, and it is neither vLLM nor SGLang; the message says what it was."""
+
+
+class EngineRefused(EngineError):
+    """The engine answered with a 4xx: the request itself is wrong for it, and trying again is no use."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+        self.message = message
