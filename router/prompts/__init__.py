@@ -1,0 +1,1 @@
+"""Which token ids will the engine make of this prompt?"""
