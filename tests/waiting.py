@@ -1,0 +1,25 @@
+"""How does a test wait? For a condition, with a deadline; never for a length of time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from inspect import isawaitable
+
+POLL_S = 0.01
+
+
+async def until(condition: Callable[[], object] | Callable[[], Awaitable[object]], *, deadline_s: float = 10.0, what: str = "") -> None:
+    """Return once `condition()` (or what it awaits) is true; fail the test, saying `what` never came, after `deadline_s`."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + deadline_s
+    while True:
+        result = condition()
+        if isawaitable(result):
+            result = await result
+        if result:
+            return
+        if loop.time() >= deadline:
+            name = what or getattr(condition, "__qualname__", repr(condition))
+            raise AssertionError(f"not within {deadline_s:g} s: {name}")
+        await asyncio.sleep(POLL_S)
