@@ -42,3 +42,19 @@ class EngineRefused(EngineError):
         super().__init__(f"{status}: {message}")
         self.status = status
         self.message = message
+
+
+class EngineAnswered(EngineError):
+    """A control-plane path answered, but not with a 2xx; `server` is its `Server` header and `excerpt` its first words, on one line."""
+
+    def __init__(self, status: int, path: str, *, server: str = "", excerpt: str = "") -> None:
+        said = f" ({excerpt!r})" if excerpt else ""
+        super().__init__(f"{server or 'something'} answered {status} at {path}{said}")
+        self.status = status
+        self.path = path
+        self.server = server
+        self.excerpt = excerpt
+
+
+class EngineNotReady(EngineError):
+    """It is an engine, and it says that it does not serve now: still loading, draining, or its core is dead."""

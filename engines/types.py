@@ -107,6 +107,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     tokenizer: str | None = None
     """Where tokenizer files are to be looked for: a folder or a hub name."""
     max_num_batched_tokens: int | None = None
+    load_path: str | None = None
+    """Where the engine reports its load (see `engines.metrics`); None when it offers nothing of the kind."""
+    no_kv_events: str = ""
+    """Why `kv_sources` is empty, in words."""
     boot: float | None = None
     """The engine process's start, in seconds since the epoch, where it tells it: changes when it restarts in place."""
 
