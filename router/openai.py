@@ -1,0 +1,142 @@
+"""The slice of a request body that routing reads; everything else stays the client's bytes.
+
+One decode finds the few fields there are to read, most of them still raw: `messages` is decoded only if it is rendered.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from router.prompts.chat import ChatFields
+
+Field = Raw | UnsetType
+
+STRIPPED: Final = (
+    "kv_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+)
+"""Fields by which the router and the engines speak of transfers and ranks. From a client they could end a vLLM server
+(a malformed handshake does) or undo the choice of a rank, so they never pass."""
+
+
+class BadBody(Exception):
+    """The body cannot be routed; the message is for the client, `status` the answer's."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ApiBody(ChatFields, kw_only=True):
+    """What is read of a JSON body, whatever the route."""
+
+    model: str | None = None
+    stream: Field = UNSET
+    user: Field = UNSET
+    cache_salt: Field = UNSET
+    prompt: Field = UNSET
+    text: Field = UNSET
+    input_ids: Field = UNSET
+    token_ids: Field = UNSET
+    kv_transfer_params: Field = UNSET
+    bootstrap_host: Field = UNSET
+    bootstrap_port: Field = UNSET
+    bootstrap_room: Field = UNSET
+    bootstrap_pair_key: Field = UNSET
+    routed_dp_rank: Field = UNSET
+    data_parallel_rank: Field = UNSET
+    disagg_prefill_dp_rank: Field = UNSET
+
+    @property
+    def must_strip(self) -> bool:
+        """Whether the body carries fields that must not pass."""
+        return any(getattr(self, name) is not UNSET for name in STRIPPED)
+
+    @property
+    def session(self) -> str | None:
+        """The end user's id, where the client gives one."""
+        return _string(self.user)
+
+    @property
+    def salt(self) -> str | None:
+        """The cache salt: prompts with different salts share no cache."""
+        return _string(self.cache_salt)
+
+
+_decoder = msgspec.json.Decoder(ApiBody)
+_object_decoder = msgspec.json.Decoder(dict[str, Raw])
+_MULTIPART_MODEL: Final = re.compile(rb'name="model"(?:\r\n[^\r\n]+)*\r\n\r\n([^\r\n]*)\r\n')
+
+
+def parse(body: bytes, content_type: bytes | None = None) -> ApiBody:
+    """Read a body. Raises BadBody, in words that name what is wrong.
+
+    A multipart form (audio) is not JSON: of it only the field `model` is read.
+    """
+    if content_type is not None and content_type.lower().startswith(b"multipart/form-data"):
+        found = _MULTIPART_MODEL.search(body)
+        return ApiBody(model=found[1].decode("utf-8", "replace") if found else None)
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise BadBody(f"the request body is not valid: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadBody(f"the request body is not valid JSON: {error}") from None
+
+
+def strip(body: bytes) -> bytes:
+    """The same body without the fields of `STRIPPED`; the other fields keep their bytes."""
+    fields = _object_decoder.decode(body)
+    for name in STRIPPED:
+        fields.pop(name, None)
+    return msgspec.json.encode(fields)
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A prompt that needs no chat template: text or token ids. Of a list of prompts, the first."""
+
+    text: str | None = None
+    ids: list[int] | None = None
+
+
+def completion_prompt(body: ApiBody) -> Prompt | None:
+    """The prompt of a completions body; None when there is none, or when it is of no known form (the engine then says so)."""
+    return _prompt(body.prompt)
+
+
+def generate_prompt(body: ApiBody) -> Prompt | None:
+    """The prompt of a generate body: SGLang's `text` or `input_ids`, or vLLM's `token_ids`."""
+    for field in (body.input_ids, body.token_ids, body.text):
+        if field is not UNSET:
+            return _prompt(field)
+    return None
+
+
+def _prompt(field: Field) -> Prompt | None:
+    if isinstance(field, UnsetType):
+        return None
+    value: Any = msgspec.json.decode(field)
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        value = value[0]
+    if isinstance(value, str):
+        return Prompt(text=value)
+    if isinstance(value, list) and value and all(type(item) is int and 0 <= item < 2**32 for item in value):
+        return Prompt(ids=value)
+    return None
+
+
+def _string(field: Field) -> str | None:
+    if isinstance(field, UnsetType):
+        return None
+    value = msgspec.json.decode(field)
+    return value if isinstance(value, str) else None

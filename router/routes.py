@@ -1,0 +1,69 @@
+"""Which paths are an engine's inference API? One table: what is not in it is 404, and no engine ever sees it.
+
+Paths are compared as they came, byte for byte: a doubled slash, a dot segment or an encoded character is another path.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+import msgspec
+
+from engines.types import EngineKind
+
+BOTH: Final = frozenset(EngineKind)
+VLLM: Final = frozenset({EngineKind.VLLM})
+SGLANG: Final = frozenset({EngineKind.SGLANG})
+
+
+class PromptForm(enum.Enum):
+    """How a route's body carries its prompt."""
+
+    CHAT = "chat"
+    """`messages`, rendered by the chat template."""
+    COMPLETION = "completion"
+    """`prompt`: text, token ids, or a list of either."""
+    GENERATE = "generate"
+    """SGLang's `text` or `input_ids`; vLLM's `token_ids`."""
+    UNREAD = "unread"
+    """Not read: such requests are routed by load alone."""
+
+
+class Route(msgspec.Struct, frozen=True):
+    """One path that is passed on."""
+
+    path: str
+    form: PromptForm = PromptForm.UNREAD
+    engines: frozenset[EngineKind] = BOTH
+
+
+_ROUTES: Final = (
+    Route("/v1/chat/completions", PromptForm.CHAT),
+    Route("/v1/completions", PromptForm.COMPLETION),
+    Route("/v1/responses"),
+    Route("/v1/messages"),
+    Route("/v1/messages/count_tokens"),
+    Route("/v1/embeddings"),
+    Route("/v1/rerank"),
+    Route("/rerank", engines=VLLM),
+    Route("/v2/rerank", engines=VLLM),
+    Route("/v1/score"),
+    Route("/score", engines=VLLM),
+    Route("/pooling", engines=VLLM),
+    Route("/classify"),
+    Route("/v1/classify"),
+    Route("/tokenize"),
+    Route("/detokenize"),
+    Route("/v1/tokenize", engines=SGLANG),
+    Route("/v1/detokenize", engines=SGLANG),
+    Route("/v1/audio/transcriptions"),
+    Route("/v1/audio/translations", engines=VLLM),
+    Route("/v1/chat/completions/render", PromptForm.CHAT, VLLM),
+    Route("/v1/completions/render", PromptForm.COMPLETION, VLLM),
+    Route("/inference/v1/generate", PromptForm.GENERATE, VLLM),
+    Route("/generate", PromptForm.GENERATE, SGLANG),
+)
+
+INFERENCE: Final[dict[bytes, Route]] = {route.path.encode(): route for route in _ROUTES}
+"""Every route is POST."""
