@@ -1,8 +1,8 @@
 """What travels on the bus: shapes only.
 
 A relay turns one rank's KV events into a numbered stream of small operations on *keys* (design: a key is the hash of a whole
-prefix). `epoch` names one life of the engine's cache as seen by one life of the relay; `seq` starts at 0 in each epoch and grows
-by one per batch. Keys travel packed, 8 bytes each, little-endian, in chain order.
+prefix). `epoch` names one life of the engine's cache as seen by one life of the relay: `<relay life>.<n>`, `n` growing; `seq` starts at 0 in
+each epoch and grows by one per batch. Keys travel packed, 8 bytes each, little-endian, in chain order.
 
     subject kv.<engine>.<rank>:  Batch 0 · Batch 1 · Beacon(seq=2) · Batch 2 · …          (`seq` of a beacon: the next batch's)
 """
@@ -51,12 +51,14 @@ class Beacon(msgspec.Struct, frozen=True, array_like=True, tag="beacon"):
     """The number the next batch will carry."""
     blocks: int
     digest: int
-    """XOR of all (key, tier) pairs held; see `discovery.sync`."""
+    """XOR of `discovery.translate.digest_of` over all (key, tier) pairs held."""
     block_size: int | None
     signal: str
     """A `Signal` state as the relay sees it."""
     reason: str
     """Why, in words; empty when live."""
+    heard: int = 0
+    """Batches of events the engine has published in this epoch, those that changed nothing we hold included: it is not silent."""
 
 
 StreamMessage = Batch | Beacon
