@@ -1,0 +1,86 @@
+"""How is an engine written in one line?
+
+    http://h:8000,kv-events=tcp://h:5557,kv-replay=tcp://h:5558,role=prefill,block-size=16,tokenizer=/models/m,api-key=…
+    └── URL ────┘ └── what the engine cannot or should not be asked; keys are `EngineSpec`'s fields ───────────────────┘
+
+The same keys, with underscores, make a table in TOML; values with a comma can only be written there.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+import msgspec
+
+from discovery.config.errors import ConfigError, nearest
+from engines.types import EngineSpec
+
+KEYS = tuple(field.name for field in msgspec.structs.fields(EngineSpec))
+
+
+def parse_engine_spec(text: str) -> EngineSpec:
+    """The engine that `text` names. Raises `ConfigError` saying which part is wrong."""
+    url, *parts = (part.strip() for part in text.split(","))
+    if "=" in url and "://" not in url.partition("=")[0]:
+        raise ConfigError(f"{text!r}: the URL comes first, then key=value parts")
+    table: dict[str, object] = {"url": url}
+    for part in parts:
+        name, equals, value = part.partition("=")
+        key = name.strip().replace("-", "_")
+        if not equals:
+            raise ConfigError(f"{part!r}: expected key=value; a second engine is a second item")
+        if key in table:
+            raise ConfigError(f"{name.strip()!r} is given twice")
+        table[key] = value.strip()
+    return build_engine_spec(table, strict=False)
+
+
+def build_engine_spec(table: Mapping[str, object], *, strict: bool) -> EngineSpec:
+    """The engine that a TOML table (`strict`) or the parts of a line describe. Raises `ConfigError`."""
+    for key in table:
+        if key not in KEYS:
+            written = key if strict else key.replace("_", "-")
+            raise ConfigError(f"unknown key {written!r}" + nearest(written, KEYS if strict else [name.replace("_", "-") for name in KEYS]))
+    try:
+        spec = msgspec.convert(table, EngineSpec, strict=strict)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_in_words(str(error))) from None
+    _check(spec)
+    return msgspec.structs.replace(spec, url=spec.url.rstrip("/"))
+
+
+def _check(spec: EngineSpec) -> None:
+    parts = urlsplit(spec.url)
+    if parts.scheme not in ("http", "https") or not spec.url.startswith(f"{parts.scheme}://"):
+        raise ConfigError(
+            f"{spec.url!r} has no scheme; write http://{spec.url}" if "://" not in spec.url else f"{spec.url!r} is not http or https"
+        )
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
+    if not parts.hostname or port == 0:
+        raise ConfigError(f"{spec.url!r} has no usable host and port; write {parts.scheme}://HOST:PORT")
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("credentials do not belong in an engine's URL; give api-key=… instead")
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        raise ConfigError(f"{spec.url!r}: name the engine's root, {parts.scheme}://{parts.netloc}; the router adds the paths")
+    for name, address in (("kv-events", spec.kv_events), ("kv-replay", spec.kv_replay)):
+        if address is not None and not address.startswith(("tcp://", "ipc://")):
+            raise ConfigError(f"{name}={address!r} is not a ZMQ address; write tcp://HOST:PORT")
+    if spec.kv_replay is not None and spec.kv_events is None:
+        raise ConfigError("kv-replay has no effect without kv-events")
+    if spec.block_size is not None and spec.block_size < 1:
+        raise ConfigError(f"block-size must be at least 1, not {spec.block_size}")
+
+
+def _in_words(problem: str) -> str:
+    """What msgspec says, with the key where a reader looks for it."""
+    message, _, path = problem.partition(" - at `$.")
+    key = path.rstrip("`").replace("_", "-")
+    if key == "role":
+        roles = ", ".join(role.value for role in typing.get_type_hints(EngineSpec)["role"])
+        message = f"{message}; one of {roles}"
+    return f"{key}: {message}" if key else message

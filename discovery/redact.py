@@ -1,0 +1,56 @@
+"""What must never be shown? Values under a secret's name, and credentials inside text.
+
+Used by logs and by `--check-config`; anything that prints what it was given goes through here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+MASK = "***"
+
+NAMES = frozenset({"authorization", "proxy_authorization", "api_key", "x_api_key", "token", "password", "secret", "cookie", "set_cookie"})
+SUFFIXES = ("_api_key", "_password", "_secret", "_auth_token", "_access_token")
+
+CREDENTIALS = re.compile(
+    r"(?P<before>[a-z][a-z0-9+.-]*://)[^\s/@\"']+(?P<after>@)"  # scheme://user:password@
+    r"|(?P<scheme>\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{4,}"  # an Authorization header's value
+    r"|(?P<key>\bapi[-_]key[\"']?\s*[=:]\s*)[^\s,;&]+",  # as in an engine's line, a query or a repr
+    re.IGNORECASE,
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether what goes by this name is never shown: a header, a field, a key; case and dashes do not matter."""
+    name = name.lower().replace("-", "_")
+    return name in NAMES or name.endswith(SUFFIXES)
+
+
+def redact_text(text: str) -> str:
+    """`text` with credentials in it masked."""
+    return CREDENTIALS.sub(lambda found: f"{found['before'] or found['scheme'] or found['key']}{MASK}{found['after'] or ''}", text)
+
+
+def redact(value: object) -> object:
+    """`value` as plain JSON-like values, whatever is secret in it masked, at any depth."""
+    match value:
+        case None | bool() | int() | float():
+            return value
+        case str():
+            return redact_text(value)
+        case Mapping():
+            return redact_fields(value)
+        case msgspec.Struct():
+            return redact_fields({name: getattr(value, name) for name in value.__struct_fields__})
+        case list() | tuple() | set() | frozenset():
+            return [redact(item) for item in value]
+        case _:
+            return redact_text(str(value))
+
+
+def redact_fields(fields: Mapping[object, object] | Mapping[str, object]) -> dict[str, object]:
+    """`redact` for what has names: a value under a secret's name is masked whole."""
+    return {str(key): MASK if is_secret(str(key)) and item is not None else redact(item) for key, item in fields.items()}

@@ -1,0 +1,113 @@
+"""What can be set about `commutator serve`?
+
+One frozen Struct: its field paths are the keys of the TOML file, the environment variables and the flags; its descriptions are the
+help text and the reference. `check` finds what is wrong only in combination, above all options that would have no effect.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from discovery.config import Complaint
+from discovery.logs import LogFormat, LogLevel
+from engines.types import EngineSpec
+
+CACHE_BLIND = frozenset({"round-robin", "random", "least-loaded", "power-of-two", "session"})
+"""Policies of ours that never look at the cache, so that nothing about prompts or blocks has an effect with them."""
+
+Seconds = Annotated[float, Meta(gt=0)]
+Weight = Annotated[float, Meta(ge=0)]
+
+
+class KvSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The weights of the `kv` policy. Costs are counted in blocks; the lowest wins."""
+
+    overlap_score_credit: Annotated[Weight, Meta(description="What a block cached on the device takes off the cost of prefilling it.")] = (
+        1.0
+    )
+    prefill_load_scale: Annotated[Weight, Meta(description="How much blocks to prefill weigh against blocks being decoded.")] = 1.0
+    host_cache_hit_weight: Annotated[Weight, Meta(description="The same credit for a block held in host memory.")] = 0.75
+    disk_cache_hit_weight: Annotated[Weight, Meta(description="The same credit for a block held on disk.")] = 0.25
+    decode_active_request_weight: Annotated[Weight, Meta(description="Cost, in blocks, of each request in flight.")] = 0.0
+
+
+class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The reverse proxy and router: OpenAI API in front of the engines."""
+
+    engine: Annotated[
+        tuple[EngineSpec, ...],
+        Meta(
+            description="An engine: its URL, then what it cannot be asked: "
+            "`http://h:8000,kv-events=tcp://h:5557,kv-replay=tcp://h:5558,block-size=16,tokenizer=/models/m,api-key=…`. Repeatable."
+        ),
+    ] = ()
+    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "0.0.0.0"  # noqa: S104  a router is there to be reached
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")] = 8080
+    nats: Annotated[
+        str | None, Meta(description="NATS server to use, `nats://host:4222`. A private one is started when this is not given.")
+    ] = None
+    namespace: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9_-]+$",
+            description="First part of every subject on the bus: routers that share it share what they know.",
+        ),
+    ] = "commutator"
+    policy: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="How an engine is chosen: `kv`, `round-robin`, `random`, `least-loaded`, `power-of-two`, `session`, "
+            "or a class of your own, `module:Class`.",
+        ),
+    ] = "kv"
+    tokenizer: Annotated[
+        str | None, Meta(description="Folder or hub name of tokenizer files, for engines whose own answer is not usable here.")
+    ] = None
+    router_temperature: Annotated[
+        Weight, Meta(description="Above 0, engines are drawn with odds by cost instead of always taking the cheapest.")
+    ] = 0.0
+    kv: KvSettings = KvSettings()
+    predicted_ttl_s: Annotated[
+        Seconds, Meta(description="How long a prompt sent to an engine without usable KV events is believed to be cached there.")
+    ] = 120.0
+    session_header: Annotated[
+        str, Meta(min_length=1, description="Header that names a client's session; the body's `user` is used without it.")
+    ] = "x-session-id"
+    connect_timeout_s: Annotated[Seconds, Meta(description="Time to connect to an engine.")] = 5.0
+    response_head_timeout_s: Annotated[Seconds, Meta(description="Time from the request to the engine's status line.")] = 600.0
+    stream_idle_timeout_s: Annotated[Seconds, Meta(description="Longest silence within an engine's answer.")] = 300.0
+    max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body; larger ones are answered 413.")] = 64 << 20
+    grace_period_s: Annotated[Weight, Meta(description="How long requests in flight may go on after SIGTERM or Ctrl-C.")] = 30.0
+    probe_period_s: Annotated[Seconds, Meta(description="Time between two looks at each engine.")] = 2.0
+    probe_timeout_s: Annotated[Seconds, Meta(description="Time an engine has to answer a look.")] = 5.0
+    blind_after_s: Annotated[
+        Seconds, Meta(description="An engine that has served prompts this long without publishing a KV event is called blind.")
+    ] = 5.0
+    log_level: Annotated[LogLevel, Meta(description="Least severity that is logged.")] = "info"
+    log_format: Annotated[LogFormat, Meta(description="`auto` is text on a terminal and JSON lines elsewhere.")] = "auto"
+
+    def check(self, given: frozenset[str]) -> Iterator[Complaint]:
+        """What is wrong in combination; `given` holds the keys that somebody set."""
+        if not self.engine:
+            yield Complaint("engine", "no engine is named; name at least one: --engine http://HOST:PORT")
+        for url, count in Counter(spec.url for spec in self.engine).items():
+            if count > 1:
+                yield Complaint("engine", f"{url} is named {count} times")
+        if self.nats is not None and not self.nats.startswith(("nats://", "tls://", "ws://", "wss://")):
+            yield Complaint("nats", f"{self.nats!r} has no scheme; write nats://HOST:PORT")
+        yield from self._without_effect(given)
+
+    def _without_effect(self, given: frozenset[str]) -> Iterator[Complaint]:
+        for key in sorted(given):
+            if key.startswith("kv.") and self.policy != "kv":
+                yield Complaint(key, f"has no effect with policy {self.policy!r}; only 'kv' reads it")
+            elif key in ("predicted_ttl_s", "tokenizer") and self.policy in CACHE_BLIND:
+                yield Complaint(key, f"has no effect with policy {self.policy!r}, which does not look at the cache")
+            elif key == "session_header" and self.policy in CACHE_BLIND - {"session"} | {"kv"}:
+                yield Complaint(key, f"has no effect with policy {self.policy!r}; 'session' and policies of your own read it")
