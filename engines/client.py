@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -24,11 +23,30 @@ MAX_ANSWER_BYTES = 16 * 1024 * 1024
 _EXCERPT_CHARS = 120
 
 
+class Reply(msgspec.Struct, frozen=True):
+    """An answer, whatever its status."""
+
+    path: str
+    status: int
+    server: str
+    """The `Server` header; empty when there was none."""
+    body: bytes
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is 2xx."""
+        return 200 <= self.status < 300
+
+    def refusal(self) -> EngineAnswered:
+        """This answer as the error it is when a 2xx was needed."""
+        return EngineAnswered(self.status, self.path, server=self.server, excerpt=excerpt(self.body))
+
+
 class EngineClient:
     """Asks one engine. The session is shared between engines and belongs to the caller.
 
-    All methods raise `EngineUnreachable`, `EngineClosed`, `EngineTimeout` or `EngineBroken`; all but `status` raise
-    `EngineAnswered` when the answer's status is not 2xx.
+    All methods raise `EngineUnreachable`, `EngineClosed`, `EngineTimeout` or `EngineBroken`; those that return a body raise
+    `EngineAnswered` when the status is not 2xx.
     """
 
     def __init__(
@@ -54,10 +72,13 @@ class EngineClient:
         """A client for the engine that `spec` names."""
         return cls(session, spec.url, api_key=spec.api_key, timeout_s=timeout_s)
 
+    async def ask(self, path: str) -> Reply:
+        """The answer to `GET path`, whatever its status."""
+        return await self._ask("GET", path, None)
+
     async def status(self, path: str) -> int:
         """The status of `GET path`, whatever it is."""
-        status, _, _ = await self._ask("GET", path, None)
-        return status
+        return (await self.ask(path)).status
 
     async def get_bytes(self, path: str) -> bytes:
         """The body of `GET path`."""
@@ -76,12 +97,12 @@ class EngineClient:
         return _parse(path, await self._body("POST", path, msgspec.json.encode(body)))
 
     async def _body(self, method: str, path: str, data: bytes | None) -> bytes:
-        status, headers, body = await self._ask(method, path, data)
-        if not 200 <= status < 300:
-            raise EngineAnswered(status, path, server=headers.get("Server", ""), excerpt=excerpt(body))
-        return body
+        reply = await self._ask(method, path, data)
+        if not reply.ok:
+            raise reply.refusal()
+        return reply.body
 
-    async def _ask(self, method: str, path: str, data: bytes | None) -> tuple[int, Mapping[str, str], bytes]:
+    async def _ask(self, method: str, path: str, data: bytes | None) -> Reply:
         headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
         try:
             async with (
@@ -95,7 +116,7 @@ class EngineClient:
                     timeout=aiohttp.ClientTimeout(total=None),
                 ) as response,
             ):
-                return response.status, response.headers, await self._read(path, response)
+                return Reply(path, response.status, response.headers.get("Server", ""), await self._read(path, response))
         except TimeoutError as error:
             raise EngineTimeout(path, self._timeout_s) from error
         except aiohttp.ClientConnectorError as error:

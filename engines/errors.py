@@ -49,7 +49,8 @@ class EngineAnswered(EngineError):
 
     def __init__(self, status: int, path: str, *, server: str = "", excerpt: str = "") -> None:
         said = f" ({excerpt!r})" if excerpt else ""
-        super().__init__(f"{server or 'something'} answered {status} at {path}{said}")
+        hint = ": it wants an API key, or another one" if status in {401, 403} else ""
+        super().__init__(f"{server or 'something'} answered {status} at {path}{said}{hint}")
         self.status = status
         self.path = path
         self.server = server

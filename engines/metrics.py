@@ -1,0 +1,158 @@
+"""How loaded does an engine say it is? The few series of a Prometheus page that routing reads.
+
+    vllm:num_requests_running{engine="0",model_name="tiny"} 3.0   ──▶   {0: EngineLoad(running=3, …)}
+
+A page has thousands of lines and is read every probe period for every engine, so lines are picked by name before anything is
+parsed. What is not there is None, never 0: an engine that stopped reporting must not look idle.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from engines.types import EngineKind
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """What one rank last reported; None is unknown."""
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    """0..1."""
+
+
+class CacheConfig(msgspec.Struct, frozen=True):
+    """vLLM's `cache_config_info` of one rank."""
+
+    block_size: int | None = None
+    """Tokens per published block: of the full-attention group where the engine tells it apart (a hybrid model picks it at boot)."""
+    total_blocks: int | None = None
+
+
+Sample = tuple[Mapping[str, str], float]
+
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_ESCAPE = re.compile(r"\\(.)")
+_NAMES: Mapping[EngineKind, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    # kind: the label that holds the rank; running; waiting; KV usage (newest name first)
+    EngineKind.VLLM: (
+        "engine",
+        ("vllm:num_requests_running",),
+        ("vllm:num_requests_waiting",),
+        ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    ),
+    EngineKind.SGLANG: ("dp_rank", ("sglang:num_running_reqs",), ("sglang:num_queue_reqs",), ("sglang:token_usage",)),
+}
+
+
+def samples(text: str, name: str) -> Iterator[Sample]:
+    """Every sample of exactly this series; lines that cannot be read are skipped."""
+    at = text.find(name)
+    while at >= 0:
+        after = at + len(name)
+        if (at == 0 or text[at - 1] == "\n") and text[after : after + 1] in {"{", " "}:
+            end = text.find("\n", after)
+            sample = _parse(text[after : end if end >= 0 else len(text)])
+            if sample is not None:
+                yield sample
+        at = text.find(name, after)
+
+
+def read_load(kind: EngineKind, text: str) -> dict[int, EngineLoad]:
+    """What each rank reports on this page; a rank that reports none of the three is absent."""
+    label, running, waiting, usage = _NAMES[kind]
+    by_rank: dict[int, dict[str, float]] = {}
+    for field, names in (("running", running), ("waiting", waiting), ("kv_usage", usage)):
+        for rank, value in _by_rank(text, label, names):
+            values = by_rank.setdefault(rank, {})
+            # Tensor-parallel processes of one rank may each report; they agree but for the moment they were asked.
+            values[field] = max(values.get(field, 0.0), value)
+    return {rank: _load(values) for rank, values in sorted(by_rank.items())}
+
+
+def read_loads(answer: bytes) -> dict[int, EngineLoad]:
+    """The same from SGLang's `/v1/loads`, which is there without `--enable-metrics`."""
+    try:
+        listed = msgspec.json.decode(answer, type=_Loads).loads
+    except msgspec.DecodeError:
+        return {}
+    return {one.dp_rank: EngineLoad(one.num_running_reqs, one.num_waiting_reqs, one.token_usage) for one in listed}
+
+
+def read_cache_config(text: str) -> dict[int, CacheConfig]:
+    """Each rank's cache layout, from vLLM's page."""
+    found = {}
+    for labels, _ in samples(text, "vllm:cache_config_info"):
+        rank = _whole(labels.get("engine", "0"))
+        if rank is not None:
+            size = _whole(labels.get("effective_attention_block_size")) or _whole(labels.get("block_size"))
+            found[rank] = CacheConfig(size, _whole(labels.get("num_gpu_blocks")))
+    return dict(sorted(found.items()))
+
+
+def read_boot(text: str) -> float | None:
+    """When the process that serves this page started, in seconds since the epoch."""
+    return next((value for _, value in samples(text, "process_start_time_seconds") if math.isfinite(value)), None)
+
+
+class _Rank(msgspec.Struct):
+    dp_rank: int = 0
+    num_running_reqs: int | None = None
+    num_waiting_reqs: int | None = None
+    token_usage: float | None = None
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Rank]
+
+
+def _by_rank(text: str, label: str, names: tuple[str, ...]) -> Iterator[tuple[int, float]]:
+    for name in names:
+        found = [
+            (rank, value)
+            for labels, value in samples(text, name)
+            if (rank := _whole(labels.get(label, "0"))) is not None and math.isfinite(value)
+        ]
+        if found:
+            yield from found
+            return
+
+
+def _load(values: Mapping[str, float]) -> EngineLoad:
+    running, waiting = values.get("running"), values.get("waiting")
+    return EngineLoad(
+        running=None if running is None else round(running),
+        waiting=None if waiting is None else round(waiting),
+        kv_usage=values.get("kv_usage"),
+    )
+
+
+def _parse(rest: str) -> Sample | None:
+    """A line after its name: `{a="b"} 1.0`, ` 1.0`, each with an optional timestamp."""
+    labels: dict[str, str] = {}
+    if rest.startswith("{"):
+        at = 1
+        while match := _LABEL.match(rest, at):
+            labels[match[1]] = _ESCAPE.sub(lambda escaped: "\n" if escaped[1] == "n" else escaped[1], match[2])
+            at = match.end()
+            while rest[at : at + 1] in {",", " "}:
+                at += 1
+        if rest[at : at + 1] != "}":
+            return None
+        rest = rest[at + 1 :]
+    fields = rest.split()
+    if not fields:
+        return None
+    try:
+        return labels, float(fields[0])
+    except ValueError:
+        return None
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() else None

@@ -1,0 +1,158 @@
+"""What do SGLang's answers mean? Readers from raw answers to values; nothing here asks anything.
+
+GET /server_info   all resolved arguments, version, and `kv_events`: where each rank's events and replay are
+GET /v1/models     the served name
+GET /v1/loads      load by rank, with or without `--enable-metrics`
+GET /ready         200 or 503 without generating anything; not on the Rust frontend
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engines.types import EngineInfo, KvSource
+from engines.urls import WILDCARDS, split_tcp, tcp
+
+SERVER_INFO = "/server_info"
+OLD_SERVER_INFO = "/get_server_info"
+MODELS = "/v1/models"
+LOADS = "/v1/loads?include=core"
+METRICS = "/metrics"
+READY = "/ready"
+"""`/health` is not asked: it generates a token and takes a second or more each time."""
+MODEL_INFO = "/model_info"
+"""Asked instead of `/ready` on the Rust frontend, which has none."""
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """What `/server_info` says, as far as it is read."""
+
+    tokenizer_path: str | None = None
+    model_path: str | None = None
+    version: str = "unknown"
+    status: str | None = None
+    page_size: int | None = None
+    dcp_size: int | None = None
+    dp_size: int | None = None
+    attn_dp_size: int | None = None
+    max_total_num_tokens: int | None = None
+    chunked_prefill_size: int | None = None
+    max_prefill_tokens: int | None = None
+    kv_events: KvEvents | None = None
+    kv_events_config: str | None = None
+
+
+class KvEvents(msgspec.Struct, frozen=True):
+    """The discovery block of `/server_info`."""
+
+    endpoint_host: str
+    endpoint_port_base: int
+    topic: str = ""
+    block_size: int | None = None
+    dp_size: int = 1
+    replay_endpoint_port_base: int | None = None
+
+
+def recognise(answer: bytes) -> ServerInfo | None:
+    """SGLang's `/server_info`, or None when the answer is not one."""
+    try:
+        info = msgspec.json.decode(answer, type=ServerInfo)
+    except msgspec.DecodeError:
+        return None
+    return info if info.model_path is not None and info.tokenizer_path is not None else None
+
+
+def starting(info: ServerInfo) -> bool:
+    """Whether the server says that it is not ready; versions that say nothing are taken at their word that they answer."""
+    return info.status is not None and info.status != "ready"
+
+
+def ranks(info: ServerInfo) -> tuple[int, ...]:
+    """The ranks behind this URL.
+
+    `kv_events.dp_size` is the one to trust: with DP attention the top-level `dp_size` is rewritten to 1.
+    """
+    sizes = (info.kv_events.dp_size if info.kv_events is not None else 1, info.dp_size or 1, info.attn_dp_size or 1)
+    return tuple(range(max(sizes)))
+
+
+def block_size(info: ServerInfo) -> int | None:
+    """Tokens per published block."""
+    if info.kv_events is not None and info.kv_events.block_size is not None:
+        return info.kv_events.block_size
+    return None if info.page_size is None else info.page_size * (info.dcp_size or 1)
+
+
+def total_blocks(info: ServerInfo) -> int | None:
+    """Blocks of KV cache per rank."""
+    size = block_size(info)
+    return info.max_total_num_tokens // size if size and info.max_total_num_tokens is not None else None
+
+
+def max_batched_tokens(info: ServerInfo) -> int | None:
+    """Prompt tokens one step may take: a chunk, or where chunking is off (-1) a whole prefill batch."""
+    chunk = info.chunked_prefill_size
+    return chunk if chunk is not None and chunk > 0 else info.max_prefill_tokens
+
+
+def read_kv_sources(info: ServerInfo, host: str) -> tuple[KvSource, ...]:
+    """One source per rank; wildcard hosts become `host`.
+
+    A concrete host makes SGLang's PUB socket connect unless its configuration says `"bind": true`; replay sockets always bind.
+    """
+    config = _config(info)
+    events = info.kv_events or _from_config(config)
+    if events is None:
+        return ()
+    written = events.endpoint_host.removeprefix("[").removesuffix("]")
+    wild = written in WILDCARDS
+    engine_binds = wild if config.bind is None else config.bind
+    events_host = host if wild else written
+    replay_base = events.replay_endpoint_port_base
+    return tuple(
+        KvSource(
+            rank=rank,
+            events=tcp(events_host, events.endpoint_port_base + rank),
+            replay=None if replay_base is None else tcp(_replay_host(config, host), replay_base + rank),
+            topic=events.topic,
+            bind=not engine_binds,
+        )
+        for rank in ranks(info)
+    )
+
+
+def pin_headers(info: EngineInfo, rank: int) -> dict[str, str]:
+    """The header that sends a request to `rank`; none when there is one rank.
+
+    OpenAI routes only: `/generate` takes `routed_dp_rank` in its body instead.
+    """
+    return {"X-Data-Parallel-Rank": str(rank)} if info.pins_rank else {}
+
+
+class _Config(msgspec.Struct):
+    publisher: str | None = None
+    endpoint: str = "tcp://*:5557"
+    bind: bool | None = None
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+def _config(info: ServerInfo) -> _Config:
+    try:
+        return msgspec.json.decode(info.kv_events_config or "{}", type=_Config)
+    except msgspec.DecodeError:
+        return _Config()
+
+
+def _from_config(config: _Config) -> KvEvents | None:
+    """The discovery block as versions without one would have written it."""
+    events = split_tcp(config.endpoint)
+    if config.publisher != "zmq" or events is None:
+        return None
+    replay = None if config.replay_endpoint is None else split_tcp(config.replay_endpoint)
+    return KvEvents(events[0], events[1], topic=config.topic, replay_endpoint_port_base=None if replay is None else replay[1])
+
+
+def _replay_host(config: _Config, host: str) -> str:
+    replay = None if config.replay_endpoint is None else split_tcp(config.replay_endpoint)
+    return host if replay is None or replay[0] in WILDCARDS else replay[0]

@@ -1,0 +1,146 @@
+"""What do vLLM's answers mean? Readers from raw answers to values; nothing here asks anything.
+
+GET /version            {"version": "0.32.0"}
+GET /v1/models          ids, weights (`root`), LoRA adapters (`parent`)
+GET /metrics            block size, blocks, ranks, start of the process, load
+GET /kv_event_sources   {"0": {"publisher": "zmq", "endpoint": "tcp://*:5557", …}}   (since 0.31)
+GET /server_info        the whole configuration, in development mode only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engines.types import EngineInfo, KvSource, Model
+from engines.urls import reachable
+
+VERSION = "/version"
+MODELS = "/v1/models"
+METRICS = "/metrics"
+KV_EVENT_SOURCES = "/kv_event_sources"
+SERVER_INFO = "/server_info?config_format=json"
+ALIVE = "/health"
+"""200 while the engine's core lives, 503 when it died; answered by the API process, without touching the scheduler."""
+
+
+def recognise(version_answer: bytes) -> str | None:
+    """The version, when this answer to `/version` has the shape of vLLM's."""
+    try:
+        return msgspec.json.decode(version_answer, type=_Version).version
+    except msgspec.DecodeError:
+        return None
+
+
+def read_models(answer: bytes) -> tuple[Model, ...] | None:
+    """The entries of `/v1/models` (SGLang's have the same shape); None when this is no model list."""
+    try:
+        cards = msgspec.json.decode(answer, type=_Models).data
+        return tuple(_model(card) for card in cards)
+    except msgspec.DecodeError:
+        return None
+
+
+def owners(answer: bytes) -> frozenset[str]:
+    """Who says that it owns the models; empty when this is no model list. Tells servers apart that share vLLM's paths."""
+    try:
+        cards = msgspec.json.decode(answer, type=_Models).data
+        return frozenset(owner for card in cards if (owner := msgspec.json.decode(card, type=_Card).owned_by))
+    except msgspec.DecodeError:
+        return frozenset()
+
+
+def read_kv_sources(answer: bytes, host: str) -> tuple[KvSource, ...]:
+    """One source per rank that publishes by ZMQ; wildcard hosts become `host`.
+
+    vLLM's PUB socket binds where its endpoint has `*` or `::` and connects otherwise (0.0.0.0 too), so a concrete host is one
+    that *we* bind. The exception cannot be seen here: configured as `tcp://*:0`, it reports the address that it bound
+    (`engines.probe` finds out who listens there). Replay sockets always bind.
+    """
+    try:
+        configs = msgspec.json.decode(answer, type=dict[str, _KvEvents])
+    except msgspec.DecodeError:
+        return ()
+    found = []
+    for rank, config in configs.items():
+        if not (rank.isascii() and rank.isdigit()) or not config.enable_kv_cache_events or config.publisher != "zmq":
+            continue
+        found.append(
+            KvSource(
+                rank=int(rank),
+                events=reachable(config.endpoint, host) if binds(config.endpoint) else config.endpoint,
+                replay=None if config.replay_endpoint is None else reachable(config.replay_endpoint, host),
+                topic=config.topic,
+                bind=not binds(config.endpoint),
+            )
+        )
+    return tuple(sorted(found, key=lambda source: source.rank))
+
+
+def binds(endpoint: str) -> bool:
+    """Whether vLLM's PUB socket binds this endpoint, by vLLM's own rule."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def read_max_batched_tokens(answer: bytes) -> int | None:
+    """The step's token budget out of `/server_info`."""
+    try:
+        return msgspec.json.decode(answer, type=_ServerInfo).vllm_config.scheduler_config.max_num_batched_tokens
+    except msgspec.DecodeError:
+        return None
+
+
+def pin_headers(info: EngineInfo, rank: int) -> dict[str, str]:
+    """The header that sends a request to `rank`; none when the engine has one rank, or none that we know of.
+
+    vLLM reads the number as an index into the ranks that this API server manages, not as a rank: an engine that owns ranks 4..7
+    answers 400 to "4" and takes "0" for its rank 4 (0.32, `get_core_engine_for_request`).
+    """
+    return {"X-data-parallel-rank": str(info.ranks.index(rank))} if info.pins_rank else {}
+
+
+def weights_of(models: Sequence[Model]) -> str | None:
+    """Where the base model's weights, and so its tokenizer, are."""
+    return next((model.root for model in models if model.parent is None and model.root), None)
+
+
+def _model(card: msgspec.Raw) -> Model:
+    read = msgspec.json.decode(card, type=_Card)
+    return Model(id=read.id, root=read.root, parent=read.parent, max_model_len=read.max_model_len, card=card.copy())
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+    owned_by: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+class _KvEvents(msgspec.Struct):
+    endpoint: str = "tcp://*:5557"
+    enable_kv_cache_events: bool = True
+    publisher: str | None = "zmq"
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+class _Scheduler(msgspec.Struct):
+    max_num_batched_tokens: int | None = None
+
+
+class _VllmConfig(msgspec.Struct):
+    scheduler_config: _Scheduler
+
+
+class _ServerInfo(msgspec.Struct):
+    vllm_config: _VllmConfig
