@@ -75,6 +75,7 @@ class EngineConnection(asyncio.Protocol):
         "_error",
         "_head",
         "_headers",
+        "_keep",
         "_parser",
         "_pieces",
         "_pool",
@@ -97,6 +98,7 @@ class EngineConnection(asyncio.Protocol):
         self._head: ResponseHead | None = None
         self._pieces: list[bytes] = []
         self._complete = False
+        self._keep = False
         self._until_close = False
         self._error: EngineError | None = None
         self.closed = False
@@ -215,12 +217,12 @@ class EngineConnection(asyncio.Protocol):
         """The response is whole."""
         if self._head is not None:
             self._complete = True
+            self._keep = self._parser.should_keep_alive()  # only true to ask here: the parser then forgets this message
 
     # inside
 
     def _release(self) -> None:
-        keep = self._parser.should_keep_alive() and not self.closed and not self._until_close
-        if keep:
+        if self._keep and not self.closed and not self._until_close:
             self.reused = True
             self.stage = ""
             self._finish(None, back_to_pool=True)
