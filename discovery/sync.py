@@ -1,0 +1,336 @@
+"""When is a copy of a stream complete and in order, and what mends it when it is not?
+
+A mirror holds one `StreamSync` per endpoint. It is fed everything that arrives and answers with what to do:
+
+              Batch 0 of a new epoch, or a beacon that says "empty"
+    unknown ────────────────────────────────────────────────────▶ synced ◀── last chunk, then the batches kept meanwhile
+       │  anything else                                              │
+       └───────────────▶ syncing ◀───────────────────────────────────┘ gap · new epoch · digest that differs
+                         (asks for a snapshot, keeps live batches)
+
+The one idea: nothing is ever assumed to have arrived. Numbers show a loss at the next message, the beacon shows a loss at the
+end and one that numbers cannot see, and every mend is the same: clear, snapshot, go on.
+
+An epoch is `<relay life>.<n>`, `n` growing within one life: so a late message of a dead epoch is known as late. Of two lives,
+the one heard later is the newer, and the other is not listened to again for `RETIRED_S`, unless it answers a snapshot asked for since.
+
+A snapshot is applied chunk by chunk as it comes, so that a large one neither lies in memory twice nor stalls the loop; the
+endpoint is not `synced` until the last of it is in.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, Store
+from discovery.translate import digest_of
+from engines.blocks import KEY_BYTES, unpack_keys
+from engines.types import Tier
+
+RETIRED_S = 10.0
+"""How long the messages of a replaced relay may still be on their way."""
+RETRY_S = 2.0
+"""How long without a chunk before a snapshot counts as lost."""
+MIN_RESYNC_S = 0.05
+MAX_RESYNC_S = 2.0
+"""Bounds of the wait between two snapshots of one stream; doubles until a beacon agrees."""
+MAX_KEPT_BYTES = 16 * 1024 * 1024
+"""Keys of live batches kept while a snapshot is on its way; the oldest go first, and a gap then asks again."""
+
+
+def xor_of(keys: bytes) -> int:
+    """XOR of packed keys. Folds halves of one big integer: half the time of a loop over 256 unpacked keys, a fifth over 8,192."""
+    count = len(keys) // KEY_BYTES
+    folded = int.from_bytes(keys, "little")
+    while count > 1:
+        half = (count + 1) // 2
+        folded = (folded >> (64 * half)) ^ (folded & ((1 << (64 * half)) - 1))
+        count = half
+    return folded
+
+
+def digest_of_all(tier: Tier, keys: bytes) -> int:
+    """What packed keys held in `tier` contribute to a digest: XOR of `digest_of` over them. O(keys)."""
+    if tier is Tier.DEVICE:  # nearly all keys there are, and `digest_of` leaves them as they are
+        return xor_of(keys)
+    return functools.reduce(operator.xor, (digest_of(key, tier) for key in unpack_keys(keys)), 0)
+
+
+class Apply(msgspec.Struct, frozen=True):
+    """These are the next operations."""
+
+    ops: Sequence[Op]
+
+
+class ClearAll(msgspec.Struct, frozen=True):
+    """Nothing of this endpoint is known any more."""
+
+
+class RequestSnapshot(msgspec.Struct, frozen=True):
+    """Ask the relay; its chunks count only when handed back with this `attempt`."""
+
+    attempt: int
+
+
+Action = Apply | ClearAll | RequestSnapshot
+
+
+class Phase(enum.StrEnum):
+    """See the module's text."""
+
+    UNKNOWN = "unknown"
+    SYNCING = "syncing"
+    SYNCED = "synced"
+
+
+class SyncCounts(msgspec.Struct):
+    """How often each fault was seen; plain numbers for the metrics page."""
+
+    batches: int = 0
+    """Applied, whether live or kept."""
+    gaps: int = 0
+    duplicates: int = 0
+    late: int = 0
+    """Messages of a dead epoch or of a snapshot no longer wanted."""
+    mismatches: int = 0
+    """Beacons whose digest differed."""
+    epochs: int = 0
+    snapshots: int = 0
+    """Applied to the end."""
+    requests: int = 0
+
+
+def epoch_parts(epoch: str) -> tuple[str, int]:
+    """An epoch's relay life and its number within it; an epoch of another form is a life of its own."""
+    life, _, number = epoch.rpartition(".")
+    return (life, int(number)) if life and number.isascii() and number.isdigit() and len(number) < 16 else (epoch, 0)
+
+
+class StreamSync:
+    """One endpoint's copy. Every method takes `now` in monotonic seconds and returns the actions to take, in order."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.UNKNOWN
+        self.epoch: str | None = None
+        self.seq = 0
+        """The number of the batch wanted next."""
+        self.blocks = 0
+        self.digest = 0
+        self.counts = SyncCounts()
+        self.why = "nothing was heard of it yet"
+        """Why it is not synced, in words."""
+        self._doubted = False
+        self._dirty = False
+        self._kept: deque[Batch] = deque()
+        self._kept_bytes = 0
+        self._retired: dict[str, float] = {}
+        self._attempt = 0
+        self._chunk: SnapshotChunk | None = None
+        self._due = 0.0
+        self._wait_s = MIN_RESYNC_S
+        self._asked_at = float("-inf")
+
+    @property
+    def synced(self) -> bool:
+        """Whether the copy is complete as far as anything heard so far can tell."""
+        return self.phase is Phase.SYNCED and not self._doubted
+
+    def batch(self, batch: Batch, now: float) -> list[Action]:
+        """One live batch arrived. O(keys in it)."""
+        actions: list[Action] = []
+        if batch.epoch != self.epoch:
+            if self._is_late(batch.epoch, now):
+                self.counts.late += 1
+                return []
+            self._begin(batch.epoch, now, actions)
+            if batch.seq == 0:
+                self.phase = Phase.SYNCED
+            else:
+                self._resync("it was joined in the middle of an epoch", now, actions)
+        if self.phase is not Phase.SYNCED:
+            self._keep(batch)
+        elif batch.seq == self.seq:
+            self._doubted = False
+            self._apply(batch, actions)
+        elif batch.seq < self.seq:
+            self.counts.duplicates += 1
+        else:
+            self.counts.gaps += 1
+            self._resync(f"batches {self.seq} to {batch.seq - 1} were lost", now, actions)
+            self._keep(batch)
+        return actions
+
+    def beacon(self, beacon: Beacon, now: float) -> list[Action]:
+        """The relay says what a complete copy holds by now. O(1)."""
+        actions: list[Action] = []
+        if beacon.epoch != self.epoch:
+            if self._is_late(beacon.epoch, now):
+                self.counts.late += 1
+                return []
+            self._begin(beacon.epoch, now, actions)
+            if beacon.seq == 0 and beacon.blocks == 0:
+                self.phase = Phase.SYNCED
+            else:
+                self._resync("it was joined in the middle of an epoch", now, actions)
+        elif self.phase is Phase.SYNCED and beacon.seq > self.seq:
+            self.counts.gaps += 1
+            self._resync(f"batches {self.seq} to {beacon.seq - 1} were lost", now, actions)
+        elif self.phase is Phase.SYNCED and beacon.seq == self.seq:
+            if (beacon.blocks, beacon.digest) == (self.blocks, self.digest):
+                self._doubted = False
+                self._wait_s = MIN_RESYNC_S
+            else:
+                self.counts.mismatches += 1
+                self._resync(f"its digest differs at batch {self.seq}", now, actions)
+        return actions
+
+    def chunk(self, chunk: SnapshotChunk, attempt: int, now: float) -> list[Action]:
+        """A piece of the snapshot asked for by `attempt` arrived. O(keys in it)."""
+        actions: list[Action] = []
+        if self.phase is not Phase.SYNCING or attempt != self._attempt:
+            self.counts.late += 1
+            return actions
+        if not self._follows(chunk):
+            self._attempt += 1  # what else comes of it is late; a new one is asked for when this one counts as lost
+            self._chunk = None
+            return actions
+        if chunk.chunk == 0:
+            if chunk.epoch != self.epoch:
+                self._begin(chunk.epoch, now, actions)
+                self.phase = Phase.SYNCING
+            self._clear(actions)
+        self._due = now + RETRY_S
+        self._chunk = chunk
+        self._take(chunk.ops, actions)
+        if chunk.chunk == chunk.chunks - 1:
+            self._complete(chunk.seq, now, actions)
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        """To be called about ten times a second: asks for a snapshot when one is due, again when one got lost."""
+        actions: list[Action] = []
+        if self.phase is not Phase.SYNCED and now >= self._due:
+            self._request(now, actions)
+        return actions
+
+    def doubt(self) -> None:
+        """The bus was lost: what we hold may be old until a beacon or the next batch agrees with it."""
+        self._doubted = True
+        self._due = 0.0
+
+    def _is_late(self, epoch: str, now: float) -> bool:
+        if self.epoch is None:
+            return False
+        life, number = epoch_parts(epoch)
+        current, current_number = epoch_parts(self.epoch)
+        if life == current:
+            return number < current_number
+        return now < self._retired.get(life, now)
+
+    def _begin(self, epoch: str, now: float, actions: list[Action]) -> None:
+        """Forget the epoch before: whatever was known of it is dropped at once."""
+        if self.epoch is not None:
+            life, old = epoch_parts(epoch)[0], epoch_parts(self.epoch)[0]
+            self._retired = {name: until for name, until in self._retired.items() if now < until and name != life}
+            if old != life:
+                self._retired[old] = now + RETIRED_S
+        self.counts.epochs += 1
+        self.epoch = epoch
+        self._kept.clear()
+        self._kept_bytes = 0
+        self._chunk = None
+        self._doubted = False
+        self.seq = 0
+        self._clear(actions)
+
+    def _resync(self, why: str, now: float, actions: list[Action]) -> None:
+        self.phase = Phase.SYNCING
+        self.why = why
+        self._chunk = None
+        self._due = self._asked_at + self._wait_s
+        if now >= self._due:
+            self._request(now, actions)
+
+    def _request(self, now: float, actions: list[Action]) -> None:
+        self.phase = Phase.SYNCING
+        self._chunk = None
+        self._attempt += 1
+        self._asked_at = now
+        self._due = now + RETRY_S
+        self._wait_s = min(2 * self._wait_s, MAX_RESYNC_S)
+        self.counts.requests += 1
+        actions.append(RequestSnapshot(self._attempt))
+
+    def _follows(self, chunk: SnapshotChunk) -> bool:
+        before = self._chunk
+        if not 0 <= chunk.chunk < chunk.chunks or chunk.seq < 0:
+            return False
+        if before is None:
+            life, number = epoch_parts(chunk.epoch)
+            current, current_number = epoch_parts(self.epoch or "")
+            return chunk.chunk == 0 and (life != current or number >= current_number)
+        return (chunk.epoch, chunk.seq, chunk.chunks, chunk.chunk) == (before.epoch, before.seq, before.chunks, before.chunk + 1)
+
+    def _complete(self, seq: int, now: float, actions: list[Action]) -> None:
+        self.counts.snapshots += 1
+        self.phase = Phase.SYNCED
+        self._doubted = False
+        self._chunk = None
+        self.seq = seq
+        kept, self._kept, self._kept_bytes = self._kept, deque(), 0
+        while kept and kept[0].seq <= self.seq:
+            batch = kept.popleft()
+            if batch.seq == self.seq:
+                self._apply(batch, actions)
+        if kept:
+            self.counts.gaps += 1
+            self._kept = kept
+            self._kept_bytes = sum(map(_size, kept))
+            self._resync(f"batches {self.seq} to {kept[0].seq - 1} were lost", now, actions)
+
+    def _keep(self, batch: Batch) -> None:
+        if self._kept and batch.seq <= self._kept[-1].seq:
+            self.counts.duplicates += 1
+            return
+        self._kept.append(batch)
+        self._kept_bytes += _size(batch)
+        while self._kept_bytes > MAX_KEPT_BYTES:
+            self._kept_bytes -= _size(self._kept.popleft())
+
+    def _apply(self, batch: Batch, actions: list[Action]) -> None:
+        self.seq += 1
+        self.counts.batches += 1
+        self._take(batch.ops, actions)
+
+    def _take(self, ops: Iterable[Op], actions: list[Action]) -> None:
+        taken = list(ops)
+        for op in taken:
+            match op:
+                case Store(tier, keys):
+                    self.digest ^= digest_of_all(tier, keys)
+                    self.blocks += len(keys) // KEY_BYTES
+                case Remove(tier, keys):
+                    self.digest ^= digest_of_all(tier, keys)
+                    self.blocks -= len(keys) // KEY_BYTES
+                case Clear():
+                    self.digest = self.blocks = 0
+        if taken:
+            self._dirty = True
+            actions.append(Apply(taken))
+
+    def _clear(self, actions: list[Action]) -> None:
+        self.digest = self.blocks = 0
+        if self._dirty:
+            self._dirty = False
+            actions.append(ClearAll())
+
+
+def _size(batch: Batch) -> int:
+    """About what a batch costs to keep."""
+    return 256 + sum(64 + len(op.keys) for op in batch.ops if not isinstance(op, Clear))
