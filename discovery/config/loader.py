@@ -192,16 +192,20 @@ def _value(option: Option, given: _Given, problems: list[str]) -> object:
         raw = given.value
         if option.item_type is EngineSpec:
             raw = [_engine(item) for item in raw] if isinstance(raw, list) else raw
-        value = msgspec.convert(raw, option.type, strict=given.strict)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{value} is not allowed; allowed is {allowed(option.type)}")
-        return value
+        return _finite(msgspec.convert(raw, option.type, strict=given.strict))
     except ConfigError as error:
         problems.append(f"{given.source}: {error}")
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, ValueError):
         shown = "the value" if option.secret else _shown(given.value)
         problems.append(f"{given.source}: {shown} is not allowed; allowed is {allowed(option.type)}")
     return None
+
+
+def _finite(value: object) -> object:
+    """The value, unless no bound could hold it: `nan` is not less than anything."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(value)
+    return value
 
 
 def _engine(item: object) -> EngineSpec:

@@ -88,7 +88,10 @@ def _table(command: str, settings: type[msgspec.Struct]) -> Iterator[str]:
 
 
 def _entry(left: str, right: str) -> list[str]:
-    return [f"  {left}", *textwrap.wrap(right, WIDTH, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False)]
+    return [
+        f"  {left}",
+        *textwrap.wrap(right, WIDTH, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False, break_long_words=False),
+    ]
 
 
 def _placeholder(option: Option) -> str:
