@@ -120,7 +120,7 @@ class EngineClient:
         except TimeoutError as error:
             raise EngineTimeout(path, self._timeout_s) from error
         except aiohttp.ClientConnectorError as error:
-            raise EngineUnreachable(_why(error)) from error
+            raise EngineUnreachable(_why(error), number=error.os_error.errno) from error
         except (aiohttp.ClientPayloadError, aiohttp.ClientResponseError) as error:
             raise EngineBroken(f"{path}: what answered is not HTTP, or broke off: {excerpt(str(error).encode())}") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -144,7 +144,7 @@ def excerpt(body: bytes) -> str:
 def _parse(path: str, body: bytes) -> Any:  # noqa: ANN401 - JSON
     try:
         return msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EngineBroken(f"{path}: the answer is not JSON ({excerpt(body)!r})") from error
 
 
@@ -152,6 +152,8 @@ def _why(error: aiohttp.ClientConnectorError) -> str:
     """The reason alone: aiohttp's text repeats host and port, and uvloop's repeats the errno."""
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return f"host {error.host} is not known"
+    if isinstance(error, aiohttp.ClientSSLError):
+        return f"TLS failed: {error.os_error}"  # its errno is OpenSSL's, not the system's
     number = error.os_error.errno
     if number is not None and number in errno.errorcode:
         return os.strerror(number).lower()

@@ -13,6 +13,11 @@ class EngineError(Exception):
 class EngineUnreachable(EngineError):
     """No connection could be made: nothing reached the engine, so anything may be tried elsewhere."""
 
+    def __init__(self, message: str = "", *, number: int | None = None) -> None:
+        super().__init__(message)
+        self.number = number
+        """The `errno`, where there was one: `ECONNREFUSED` says for certain that nobody listens, `EMFILE` only something about us."""
+
 
 class EngineClosed(EngineError):
     """The connection ended before a response began: the engine may or may not have seen the request."""
@@ -33,15 +38,6 @@ class EngineBroken(EngineError):
 
 class NotAnEngine(EngineError):
     """Something answered at the URL, and it is neither vLLM nor SGLang; the message says what it was."""
-
-
-class EngineRefused(EngineError):
-    """The engine answered with a 4xx: the request itself is wrong for it, and trying again is no use."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(f"{status}: {message}")
-        self.status = status
-        self.message = message
 
 
 class EngineAnswered(EngineError):

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from engines.answers import read_json, whole
 from engines.types import EngineKind
 
 
@@ -77,21 +78,19 @@ def read_load(kind: EngineKind, text: str) -> dict[int, EngineLoad]:
 
 def read_loads(answer: bytes) -> dict[int, EngineLoad]:
     """The same from SGLang's `/v1/loads`, which is there without `--enable-metrics`."""
-    try:
-        listed = msgspec.json.decode(answer, type=_Loads).loads
-    except msgspec.DecodeError:
-        return {}
-    return {one.dp_rank: EngineLoad(one.num_running_reqs, one.num_waiting_reqs, one.token_usage) for one in listed}
+    answered = read_json(answer, _Loads)
+    loads = answered.loads if answered is not None else []
+    return {one.dp_rank: EngineLoad(one.num_running_reqs, one.num_waiting_reqs, one.token_usage) for one in loads}
 
 
 def read_cache_config(text: str) -> dict[int, CacheConfig]:
     """Each rank's cache layout, from vLLM's page."""
     found = {}
     for labels, _ in samples(text, "vllm:cache_config_info"):
-        rank = _whole(labels.get("engine", "0"))
+        rank = whole(labels.get("engine", "0"))
         if rank is not None:
-            size = _whole(labels.get("effective_attention_block_size")) or _whole(labels.get("block_size"))
-            found[rank] = CacheConfig(size, _whole(labels.get("num_gpu_blocks")))
+            size = whole(labels.get("effective_attention_block_size")) or whole(labels.get("block_size"))
+            found[rank] = CacheConfig(size, whole(labels.get("num_gpu_blocks")))
     return dict(sorted(found.items()))
 
 
@@ -116,7 +115,7 @@ def _by_rank(text: str, label: str, names: tuple[str, ...]) -> Iterator[tuple[in
         found = [
             (rank, value)
             for labels, value in samples(text, name)
-            if (rank := _whole(labels.get(label, "0"))) is not None and math.isfinite(value)
+            if (rank := whole(labels.get(label, "0"))) is not None and math.isfinite(value)
         ]
         if found:
             yield from found
@@ -152,7 +151,3 @@ def _parse(rest: str) -> Sample | None:
         return labels, float(fields[0])
     except ValueError:
         return None
-
-
-def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isascii() and text.isdigit() else None

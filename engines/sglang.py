@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from engines.answers import read_json
 from engines.types import EngineInfo, KvSource
 from engines.urls import WILDCARDS, split_tcp, tcp
 
@@ -55,11 +56,8 @@ class KvEvents(msgspec.Struct, frozen=True):
 
 def recognise(answer: bytes) -> ServerInfo | None:
     """SGLang's `/server_info`, or None when the answer is not one."""
-    try:
-        info = msgspec.json.decode(answer, type=ServerInfo)
-    except msgspec.DecodeError:
-        return None
-    return info if info.model_path is not None and info.tokenizer_path is not None else None
+    info = read_json(answer, ServerInfo)
+    return info if info is not None and info.model_path is not None and info.tokenizer_path is not None else None
 
 
 def starting(info: ServerInfo) -> bool:
@@ -138,10 +136,7 @@ class _Config(msgspec.Struct):
 
 
 def _config(info: ServerInfo) -> _Config:
-    try:
-        return msgspec.json.decode(info.kv_events_config or "{}", type=_Config)
-    except msgspec.DecodeError:
-        return _Config()
+    return read_json(info.kv_events_config or "{}", _Config) or _Config()
 
 
 def _from_config(config: _Config) -> KvEvents | None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from engines.answers import read_json, whole
 from engines.types import EngineInfo, KvSource, Model
 from engines.urls import reachable
 
@@ -27,28 +28,24 @@ ALIVE = "/health"
 
 def recognise(version_answer: bytes) -> str | None:
     """The version, when this answer to `/version` has the shape of vLLM's."""
-    try:
-        return msgspec.json.decode(version_answer, type=_Version).version
-    except msgspec.DecodeError:
-        return None
+    answered = read_json(version_answer, _Version)
+    return None if answered is None else answered.version
 
 
 def read_models(answer: bytes) -> tuple[Model, ...] | None:
     """The entries of `/v1/models` (SGLang's have the same shape); None when this is no model list."""
-    try:
-        cards = msgspec.json.decode(answer, type=_Models).data
-        return tuple(_model(card) for card in cards)
-    except msgspec.DecodeError:
+    listed = read_json(answer, _Models)
+    if listed is None:
         return None
+    models = [_model(card) for card in listed.data]
+    return tuple(model for model in models if model is not None)
 
 
 def owners(answer: bytes) -> frozenset[str]:
     """Who says that it owns the models; empty when this is no model list. Tells servers apart that share vLLM's paths."""
-    try:
-        cards = msgspec.json.decode(answer, type=_Models).data
-        return frozenset(owner for card in cards if (owner := msgspec.json.decode(card, type=_Card).owned_by))
-    except msgspec.DecodeError:
-        return frozenset()
+    listed = read_json(answer, _Models)
+    cards = [read_json(bytes(card), _Card) for card in listed.data] if listed is not None else []
+    return frozenset(card.owned_by for card in cards if card is not None and card.owned_by)
 
 
 def read_kv_sources(answer: bytes, host: str) -> tuple[KvSource, ...]:
@@ -58,17 +55,14 @@ def read_kv_sources(answer: bytes, host: str) -> tuple[KvSource, ...]:
     that *we* bind. The exception cannot be seen here: configured as `tcp://*:0`, it reports the address that it bound
     (`engines.probe` finds out who listens there). Replay sockets always bind.
     """
-    try:
-        configs = msgspec.json.decode(answer, type=dict[str, _KvEvents])
-    except msgspec.DecodeError:
-        return ()
     found = []
-    for rank, config in configs.items():
-        if not (rank.isascii() and rank.isdigit()) or not config.enable_kv_cache_events or config.publisher != "zmq":
+    for rank, config in (read_json(answer, dict[str, _KvEvents]) or {}).items():
+        number = whole(rank)
+        if number is None or not config.enable_kv_cache_events or config.publisher != "zmq":
             continue
         found.append(
             KvSource(
-                rank=int(rank),
+                rank=number,
                 events=reachable(config.endpoint, host) if binds(config.endpoint) else config.endpoint,
                 replay=None if config.replay_endpoint is None else reachable(config.replay_endpoint, host),
                 topic=config.topic,
@@ -85,10 +79,8 @@ def binds(endpoint: str) -> bool:
 
 def read_max_batched_tokens(answer: bytes) -> int | None:
     """The step's token budget out of `/server_info`."""
-    try:
-        return msgspec.json.decode(answer, type=_ServerInfo).vllm_config.scheduler_config.max_num_batched_tokens
-    except msgspec.DecodeError:
-        return None
+    answered = read_json(answer, _ServerInfo)
+    return None if answered is None else answered.vllm_config.scheduler_config.max_num_batched_tokens
 
 
 def pin_headers(info: EngineInfo, rank: int) -> dict[str, str]:
@@ -105,8 +97,10 @@ def weights_of(models: Sequence[Model]) -> str | None:
     return next((model.root for model in models if model.parent is None and model.root), None)
 
 
-def _model(card: msgspec.Raw) -> Model:
-    read = msgspec.json.decode(card, type=_Card)
+def _model(card: msgspec.Raw) -> Model | None:
+    read = read_json(bytes(card), _Card)
+    if read is None:
+        return None
     return Model(id=read.id, root=read.root, parent=read.parent, max_model_len=read.max_model_len, card=card.copy())
 
 
