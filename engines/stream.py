@@ -70,9 +70,12 @@ class SequenceTracker:
             self._live = seq
         return verdict
 
-    def feed_replayed(self, seq: int, fingerprint: int = 0) -> Verdict:
-        """Judge a message from the replay, which may repeat much of what was applied; a Gap says the replay begins or goes on too late."""
-        return Restart(self._next, seq) if self._is_other(seq, fingerprint) else self._judge(seq, fingerprint)
+    def feed_replayed(self, seq: int, fingerprint: int = 0) -> Accept | Duplicate | Gap:
+        """Judge a message from the replay, which may repeat much of what was applied and holds no order against live ones.
+
+        A Gap says that the replay begins too late, or lost something itself.
+        """
+        return self._judge(seq, fingerprint)
 
     def skip_to(self, seq: int) -> None:
         """Give up every message before `seq` that is still missing: `seq` is next. Does nothing when that is behind."""
