@@ -156,3 +156,7 @@ def complain(text: str, command: str = "") -> None:
     prefix = f"commutator {command}".strip()
     for line in text.splitlines():
         sys.stderr.write(f"{prefix}: error: {redact_text(line)}\n")
+
+
+if __name__ == "__main__":
+    main()

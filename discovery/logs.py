@@ -21,6 +21,8 @@ from discovery.redact import redact_fields, redact_text
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "text"]
 
+ROOMS = ("commutator", "engines", "discovery", "router", "planner")
+
 RESERVED = ("time", "level", "logger", "message", "trace")
 """Names that a line has itself; a field that would hide one is written with an underscore behind it."""
 
@@ -37,7 +39,7 @@ def configure(level: LogLevel, form: LogFormat, stream: TextIO) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.DEBUG if level == "debug" else max(logging.WARNING, _number(level)))
-    for room in ("commutator", "engines", "discovery", "router", "planner"):
+    for room in ROOMS:
         logging.getLogger(room).setLevel(_number(level))
 
 
@@ -70,7 +72,7 @@ class TextFormatter(logging.Formatter):
         """The record as text, secrets masked."""
         at = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
         fields = " ".join(f"{name}={_plain(value)}" for name, value in _fields(record).items())
-        line = f"{at} {record.levelname.lower():<7} {redact_text(record.getMessage())}" + (f"  {fields}" if fields else "")
+        line = f"{at} {record.levelname.lower():<7} {_one_line(record)}" + (f"  {fields}" if fields else "")
         trace = _trace(self, record)
         return f"{line}\n{trace}" if trace else line
 
@@ -79,12 +81,17 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
     return {f"{name}_" if name in RESERVED else name: value for name, value in redact_fields(getattr(record, "fields", {})).items()}
 
 
+def _one_line(record: logging.LogRecord) -> str:
+    message = redact_text(record.getMessage())
+    return message if message.isprintable() else repr(message)
+
+
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     return redact_text(formatter.formatException(record.exc_info)) if record.exc_info and record.exc_info[0] else ""
 
 
 def _plain(value: object) -> str:
-    if isinstance(value, str) and value and not set(value) & set(' "='):
+    if isinstance(value, str) and value and value.isprintable() and not set(value) & set(' "='):
         return value
     return msgspec.json.encode(value).decode()
 

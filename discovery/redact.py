@@ -18,7 +18,7 @@ SUFFIXES = ("_api_key", "_password", "_secret", "_auth_token", "_access_token")
 CREDENTIALS = re.compile(
     r"(?P<before>[a-z][a-z0-9+.-]*://)[^\s/@\"']+(?P<after>@)"  # scheme://user:password@
     r"|(?P<scheme>\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{4,}"  # an Authorization header's value
-    r"|(?P<key>\bapi[-_]key[\"']?\s*[=:]\s*)[^\s,;&]+",  # as in an engine's line, a query or a repr
+    r"|(?P<key>\bapi[-_]key[\"']?\s*[=:]\s*)[^\s,;&()]+",  # as in an engine's line, a query or a repr
     re.IGNORECASE,
 )
 

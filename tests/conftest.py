@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 
 import blockbuster
 import pytest
 import uvloop
 from pytest_asyncio.plugin import LoopFactory
+
+from discovery import logs
 
 ROOMS = ["engines", "discovery", "router", "planner"]
 
@@ -21,3 +24,15 @@ def alarm_on_blocking_calls() -> Iterator[blockbuster.BlockBuster]:
     """Any blocking call made on a running loop, by a frame of ours, raises `BlockingError` where it is made."""
     with blockbuster.blockbuster_ctx(ROOMS) as alarm:
         yield alarm
+
+
+@pytest.fixture
+def logging_as_it_was() -> Iterator[None]:
+    """For a test that configures logging, which is the process's own."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for room in logs.ROOMS:
+        logging.getLogger(room).setLevel(logging.NOTSET)

@@ -10,7 +10,7 @@ from itertools import groupby
 
 import msgspec
 
-from discovery.config.loader import CHECK_FLAG, CONFIG_FLAG, CONFIG_VARIABLE, Loaded
+from discovery.config.loader import CHECK_FLAG, CONFIG_FLAG, CONFIG_VARIABLE, Loaded, S
 from discovery.config.options import Option, allowed, alternatives, options
 from discovery.redact import MASK, is_secret, redact_text
 from engines.types import EngineSpec
@@ -35,13 +35,13 @@ def help_text(command: str, settings: type[msgspec.Struct]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def in_force(loaded: Loaded[msgspec.Struct]) -> str:
+def in_force(loaded: Loaded[S]) -> str:
     """The settings as TOML that could be loaded again, secrets aside; behind each value, where it comes from."""
     sections = groupby(sorted(options(type(loaded.settings)), key=lambda option: len(option.path) > 1), key=lambda option: option.path[:-1])
     return "\n".join(line for path, members in sections for line in _section(loaded, path, list(members))) + "\n"
 
 
-def _section(loaded: Loaded[msgspec.Struct], path: tuple[str, ...], members: list[Option]) -> Iterator[str]:
+def _section(loaded: Loaded[S], path: tuple[str, ...], members: list[Option]) -> Iterator[str]:
     if path:
         yield f"\n[{'.'.join(path)}]"
     for option in members:

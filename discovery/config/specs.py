@@ -47,26 +47,30 @@ def build_engine_spec(table: Mapping[str, object], *, strict: bool) -> EngineSpe
         spec = msgspec.convert(table, EngineSpec, strict=strict)
     except msgspec.ValidationError as error:
         raise ConfigError(_in_words(str(error))) from None
-    _check(spec)
+    _check_url(spec.url)
+    _check_cache(spec)
     return msgspec.structs.replace(spec, url=spec.url.rstrip("/"))
 
 
-def _check(spec: EngineSpec) -> None:
-    parts = urlsplit(spec.url)
-    if parts.scheme not in ("http", "https") or not spec.url.startswith(f"{parts.scheme}://"):
-        raise ConfigError(
-            f"{spec.url!r} has no scheme; write http://{spec.url}" if "://" not in spec.url else f"{spec.url!r} is not http or https"
-        )
+def _check_url(url: str) -> None:
     try:
+        parts = urlsplit(url)
         port = parts.port
-    except ValueError:
-        port = 0
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is not a URL: {error}") from None
+    if "://" not in url:
+        raise ConfigError(f"{url!r} has no scheme; write http://{url}")
+    if parts.scheme not in ("http", "https"):
+        raise ConfigError(f"{url!r} is not http or https")
     if not parts.hostname or port == 0:
-        raise ConfigError(f"{spec.url!r} has no usable host and port; write {parts.scheme}://HOST:PORT")
+        raise ConfigError(f"{url!r} has no usable host and port; write {parts.scheme}://HOST:PORT")
     if parts.username is not None or parts.password is not None:
         raise ConfigError("credentials do not belong in an engine's URL; give api-key=… instead")
     if parts.path.strip("/") or parts.query or parts.fragment:
-        raise ConfigError(f"{spec.url!r}: name the engine's root, {parts.scheme}://{parts.netloc}; the router adds the paths")
+        raise ConfigError(f"{url!r}: name the engine's root, {parts.scheme}://{parts.netloc}; the router adds the paths")
+
+
+def _check_cache(spec: EngineSpec) -> None:
     for name, address in (("kv-events", spec.kv_events), ("kv-replay", spec.kv_replay)):
         if address is not None and not address.startswith(("tcp://", "ipc://")):
             raise ConfigError(f"{name}={address!r} is not a ZMQ address; write tcp://HOST:PORT")

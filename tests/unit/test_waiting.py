@@ -7,7 +7,6 @@ import pytest
 import uvloop
 
 import discovery.signal
-
 from tests.waiting import until
 
 
