@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 import msgspec
 
 from discovery.config.errors import ConfigError, nearest
 from engines.types import EngineSpec
+from engines.urls import normalise
 
 KEYS = tuple(field.name for field in msgspec.structs.fields(EngineSpec))
 
@@ -47,27 +47,17 @@ def build_engine_spec(table: Mapping[str, object], *, strict: bool) -> EngineSpe
         spec = msgspec.convert(table, EngineSpec, strict=strict)
     except msgspec.ValidationError as error:
         raise ConfigError(_in_words(str(error))) from None
-    _check_url(spec.url)
     _check_cache(spec)
-    return msgspec.structs.replace(spec, url=spec.url.rstrip("/"))
+    return msgspec.structs.replace(spec, url=_one_spelling(spec.url))
 
 
-def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"{url!r} is not a URL: {error}") from None
+def _one_spelling(url: str) -> str:
     if "://" not in url:
         raise ConfigError(f"{url!r} has no scheme; write http://{url}")
-    if parts.scheme not in ("http", "https"):
-        raise ConfigError(f"{url!r} is not http or https")
-    if not parts.hostname or port == 0:
-        raise ConfigError(f"{url!r} has no usable host and port; write {parts.scheme}://HOST:PORT")
-    if parts.username is not None or parts.password is not None:
-        raise ConfigError("credentials do not belong in an engine's URL; give api-key=… instead")
-    if parts.path.strip("/") or parts.query or parts.fragment:
-        raise ConfigError(f"{url!r}: name the engine's root, {parts.scheme}://{parts.netloc}; the router adds the paths")
+    try:
+        return normalise(url)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_cache(spec: EngineSpec) -> None:

@@ -277,9 +277,9 @@ def test_an_engine_is_written_in_one_line() -> None:
     )
 
 
-@pytest.mark.parametrize("url", ["http://h", "https://h:1", "http://[::1]:8000", "http://127.0.0.1:8000"])
-def test_urls_that_name_an_engine(url: str) -> None:
-    assert parse_engine_spec(url).url == url
+@pytest.mark.parametrize("url", ["http://h:80", "http://h", "http://H/", "HTTP://h:80/"])
+def test_an_engine_has_one_spelling_however_it_is_written(url: str) -> None:
+    assert parse_engine_spec(url).url == "http://h:80"
 
 
 @pytest.mark.parametrize(
@@ -287,12 +287,10 @@ def test_urls_that_name_an_engine(url: str) -> None:
     [
         ("h:8000", "'h:8000' has no scheme; write http://h:8000"),
         ("", "'' has no scheme; write http://"),
-        ("tcp://h:8000", "'tcp://h:8000' is not http or https"),
-        ("http://h:99999", "'http://h:99999' is not a URL: Port out of range 0-65535"),
-        ("http://h:0", "'http://h:0' has no usable host and port; write http://HOST:PORT"),
-        ("http://[::1", "'http://[::1' is not a URL: Invalid IPv6 URL"),
-        ("http://:8000", "'http://:8000' has no usable host and port; write http://HOST:PORT"),
-        ("http://h:1/v1", "'http://h:1/v1': name the engine's root, http://h:1; the router adds the paths"),
+        ("tcp://h:8000", "engine URL 'tcp://h:8000': must start with http:// or https://"),
+        ("http://h:99999", "engine URL 'http://h:99999': Port out of range 0-65535"),
+        ("http://:8000", "engine URL 'http://:8000': has no host"),
+        ("http://h:1/v1", "engine URL 'http://h:1/v1': must be scheme://host:port, without a path"),
         ("http://h:1,kv-event=tcp://h:2", "unknown key 'kv-event'; did you mean 'kv-events'?"),
         ("http://h:1,role=both", "role: Invalid enum value 'both'; one of aggregated, prefill, decode"),
         ("http://h:1,block-size=x", "block-size: Expected `int | null`, got `str`"),
