@@ -1,0 +1,238 @@
+"""What does each endpoint have to do right now? Counted by this router itself; what engines report stands beside it.
+
+Requests are counted when they are sent and given back where they end, by a `with`, and by nothing else: no clock ever takes a
+count away, so a stream of two hours counts for two hours, and a gauge that an engine stopped updating cannot outvote the counts.
+
+    reserve ──────────────── first_token ───────────────────── release
+      active_requests + 1                                        − 1
+      active_blocks   + those no other request holds             − those no other request holds
+      active_prefill_tokens + uncached   − uncached
+"""
+
+# ruff: noqa: S101 - `_check` asserts the invariants, for tests to call after every step
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from engines.types import Endpoint
+from router.index import PrefixIndex
+from router.scheduling.types import Load
+
+REPORT_FRESH_S = 15.0
+
+
+class _Report(NamedTuple):
+    running: int | None
+    waiting: int | None
+    kv_usage: float | None
+    at: float
+
+
+class _Account:
+    """What is in flight on one endpoint."""
+
+    __slots__ = ("blocks", "forgotten", "last_assigned", "prefill_tokens", "report", "requests", "slot")
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.requests = 0
+        self.prefill_tokens = 0
+        self.blocks: Counter[int] = Counter()
+        """Key → how many requests in flight hold it."""
+        self.last_assigned = 0
+        self.report: _Report | None = None
+        self.forgotten = False
+
+
+class Reservation:
+    """One request's place in the book, until it is released."""
+
+    __slots__ = ("_account", "_book", "_keys", "_prefill_tokens", "_released")
+
+    def __init__(self, book: LoadBook, account: _Account, keys: list[int], prefill_tokens: int) -> None:
+        self._book = book
+        self._account = account
+        self._keys = keys
+        self._prefill_tokens = prefill_tokens
+        self._released = False
+
+    def first_token(self) -> None:
+        """The prompt is computed: it no longer counts as prefill. Harmless when repeated or after `release`."""
+        self._account.prefill_tokens -= self._prefill_tokens
+        self._prefill_tokens = 0
+
+    def release(self) -> None:
+        """The request has ended, however it did. Harmless when repeated, or when its endpoint has been forgotten."""
+        if self._released:
+            return
+        self._released = True
+        self.first_token()
+        self._account.requests -= 1
+        self._book._let_go(self._account, self._keys)  # noqa: SLF001 - a reservation is the book's own other half
+        self._keys = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+class LoadBook:
+    """Requests in flight, per endpoint.
+
+    >>> book = LoadBook()
+    >>> engine = Endpoint("http://a:8000")
+    >>> with book.reserve(engine, [11, 12], uncached_tokens=40) as reservation:
+    ...     book.load(engine, now=0.0).active_prefill_tokens, book.in_flight([11, 99])[engine]
+    (40, 1)
+    >>> book.load(engine, now=0.0).active_requests
+    0
+    """
+
+    def __init__(self, report_fresh_s: float = REPORT_FRESH_S) -> None:
+        """Believe what an engine reports for `report_fresh_s`, and after that say nothing rather than something old."""
+        self._report_fresh_s = report_fresh_s
+        self._accounts: dict[Endpoint, _Account] = {}
+        self._endpoints: dict[int, Endpoint] = {}
+        self._index = PrefixIndex()
+        self._assigned = 0
+
+    def reserve(self, endpoint: Endpoint, keys: Sequence[int], uncached_tokens: int) -> Reservation:
+        """Count a request on `endpoint`: its full blocks `keys`, from the root, and the prompt tokens it has to compute.
+
+        Runtime complexity: O(len(keys)).
+
+        >>> book = LoadBook()
+        >>> engine = Endpoint("http://a:8000")
+        >>> first = book.reserve(engine, [1, 2], uncached_tokens=32)
+        >>> second = book.reserve(engine, [1, 2, 3], uncached_tokens=16)
+        >>> book.load(engine, now=0.0).active_blocks
+        3
+        >>> second.release(); first.release()
+        """
+        account = self._account(endpoint)
+        self._assigned += 1
+        account.last_assigned = self._assigned
+        account.requests += 1
+        account.prefill_tokens += uncached_tokens
+        held = list(keys)
+        known = len(account.blocks)
+        account.blocks.update(held)
+        if len(account.blocks) != known:
+            self._index.store(account.slot, held)
+        return Reservation(self, account, held, uncached_tokens)
+
+    def in_flight(self, keys: Sequence[int]) -> dict[Endpoint, int]:
+        """Endpoint → how many leading `keys` belong to requests in flight there, where it is at least one.
+
+        A request holds its whole prefix, so the others of `keys` are what `active_blocks` would grow by.
+        Runtime complexity: O(runs crossed + endpoints that match), plus one comparison per key.
+
+        >>> LoadBook().in_flight([1, 2])
+        {}
+        """
+        endpoints = self._endpoints
+        return {endpoints[slot]: depth for slot, depth in self._index.match(keys).items()}
+
+    def load(self, endpoint: Endpoint, now: float) -> Load:
+        """What `endpoint` has in flight, and its own report where that is fresh. Runtime complexity: O(1).
+
+        >>> LoadBook().load(Endpoint("http://a:8000"), now=0.0).active_requests
+        0
+        """
+        account = self._accounts.get(endpoint)
+        if account is None:
+            return Load()
+        report = account.report
+        if report is None or now - report.at > self._report_fresh_s:
+            return Load(account.requests, account.prefill_tokens, len(account.blocks), account.last_assigned)
+        return Load(
+            account.requests,
+            account.prefill_tokens,
+            len(account.blocks),
+            account.last_assigned,
+            report.running,
+            report.waiting,
+            report.kv_usage,
+        )
+
+    def report(self, endpoint: Endpoint, running: int | None, waiting: int | None, kv_usage: float | None, now: float) -> None:
+        """What the engine says of itself, at `now` in monotonic seconds. Runtime complexity: O(1).
+
+        >>> book = LoadBook(report_fresh_s=15.0)
+        >>> engine = Endpoint("http://a:8000")
+        >>> book.report(engine, running=3, waiting=0, kv_usage=0.5, now=100.0)
+        >>> book.load(engine, now=110.0).running, book.load(engine, now=120.0).running
+        (3, None)
+        """
+        self._account(endpoint).report = _Report(running, waiting, kv_usage, now)
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """`endpoint` has left: nothing of it counts any more, and releasing what was reserved there does nothing.
+
+        Runtime complexity: O(1), and `sweep` afterwards.
+
+        >>> book = LoadBook()
+        >>> engine = Endpoint("http://a:8000")
+        >>> with book.reserve(engine, [1], uncached_tokens=16):
+        ...     book.forget(engine)
+        >>> book.load(engine, now=0.0).active_requests
+        0
+        """
+        account = self._accounts.pop(endpoint, None)
+        if account is None:
+            return
+        account.forgotten = True
+        del self._endpoints[account.slot]
+        self._index.drop_slot(account.slot)
+
+    def sweep(self, limit: int) -> int:
+        """Give back the memory of forgotten endpoints, `limit` entries at most: see `PrefixIndex.sweep`."""
+        return self._index.sweep(limit)
+
+    def __len__(self) -> int:
+        """Requests in flight on all endpoints. Runtime complexity: O(endpoints)."""
+        return sum(account.requests for account in self._accounts.values())
+
+    def _account(self, endpoint: Endpoint) -> _Account:
+        account = self._accounts.get(endpoint)
+        if account is None:
+            account = self._accounts[endpoint] = _Account(self._index.add_slot())
+            self._endpoints[account.slot] = endpoint
+        return account
+
+    def _let_go(self, account: _Account, keys: list[int]) -> None:
+        """A request no longer holds `keys`; those that no other holds leave the index, tail first."""
+        if account.forgotten:
+            return
+        blocks = account.blocks
+        gone = []
+        for key in reversed(keys):
+            count = blocks[key]
+            if count == 1:
+                del blocks[key]
+                gone.append(key)
+            else:
+                blocks[key] = count - 1
+        if gone:
+            self._index.remove(account.slot, gone)
+
+    def _check(self) -> None:
+        """Raise AssertionError unless all invariants hold. Runtime complexity: O(everything)."""
+        self._index._check()  # noqa: SLF001 - invariants of a part are invariants of the whole
+        assert len(self._endpoints) == len(self._accounts)
+        for endpoint, account in self._accounts.items():
+            assert self._endpoints[account.slot] == endpoint
+            assert not account.forgotten
+            assert account.requests >= 0
+            assert account.prefill_tokens >= 0
+            assert account.requests > 0 or (account.prefill_tokens == 0 and not account.blocks), "counts left behind"
+            assert all(count > 0 for count in account.blocks.values())
+            assert self._index.size(account.slot) == len(account.blocks)
+            assert all(self._index.extent(account.slot, [key], 0) for key in account.blocks)
+            assert 0 <= account.last_assigned <= self._assigned
