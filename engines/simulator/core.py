@@ -1,0 +1,121 @@
+"""Who lets an engine's time pass? One task that plans a step, waits as long as it takes, and hands out what it gave.
+
+request ──generate──▶ scheduler ──step──▶ Feed ──take──▶ request
+                          └── changes of the cache ──▶ publish
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from engines.simulator.cache import Change
+from engines.simulator.hashes import BlockNamer
+from engines.simulator.scheduler import Prompt, Scheduler, Sequence
+
+# A timer that fires late is caught up with, so that rates hold over a second; a loop that stood still longer is not.
+_CATCH_UP_S = 0.02
+
+
+class Token(msgspec.Struct, frozen=True):
+    """One generated token of one of a request's sequences."""
+
+    index: int
+    id: int
+    last: bool
+
+
+class Feed:
+    """The tokens of one request, from the core to whoever answers it."""
+
+    __slots__ = ("_arrived", "_waiting", "left", "sequences")
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.left = len(sequences)
+        """Sequences that have not ended."""
+        self._arrived: list[Token] = []
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, token: Token) -> None:
+        """Add a token and wake the reader."""
+        self._arrived.append(token)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def take(self) -> list[Token]:
+        """Wait for tokens; all that have come. Empty once every sequence has ended."""
+        if not self._arrived and self.left:
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+        arrived, self._arrived = self._arrived, []
+        self.left -= sum(token.last for token in arrived)
+        return arrived
+
+
+class Core:
+    """One engine's scheduler, driven by the loop's clock."""
+
+    def __init__(self, scheduler: Scheduler, namer: BlockNamer, publish: Callable[[list[Change]], None]) -> None:
+        self.scheduler = scheduler
+        self.asleep = False
+        self._namer = namer
+        self._publish = publish
+        self._feeds: dict[Sequence, tuple[Feed, int]] = {}
+        self._work = asyncio.Event()
+
+    @contextlib.contextmanager
+    def generate(self, prompts: list[Prompt]) -> Iterator[Feed]:
+        """Queue prompts; whatever has not ended when the block is left is aborted at once."""
+        sequences = [Sequence(prompt, self._namer.chain(prompt.salt, prompt.adapter)) for prompt in prompts]
+        feed = Feed(sequences)
+        for index, sequence in enumerate(sequences):
+            self._feeds[sequence] = (feed, index)
+            self.scheduler.submit(sequence)
+        self._work.set()
+        try:
+            yield feed
+        finally:
+            for sequence in sequences:
+                self.scheduler.abort(sequence)
+                self._feeds.pop(sequence, None)
+
+    def sleep(self) -> None:
+        """Compute nothing until woken; the cache is lost, which the first batch afterwards says."""
+        self.asleep = True
+        self.scheduler.cache.clear()
+
+    def wake(self) -> None:
+        """Go on."""
+        self.asleep = False
+        self._work.set()
+
+    def publish_changes(self) -> None:
+        """Publish what has changed in the cache since the last time."""
+        if changes := self.scheduler.cache.take_changes():
+            self._publish(changes)
+
+    async def run(self) -> None:
+        """Compute until cancelled."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            step = None if self.asleep else self.scheduler.plan()
+            if step is None:
+                self._work.clear()
+                await self._work.wait()
+                due = loop.time()
+                continue
+            due = max(due, loop.time() - _CATCH_UP_S) + step.duration_s
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            gained = self.scheduler.complete(step)
+            self.publish_changes()
+            for sequence, token in gained:
+                feed, index = self._feeds[sequence]
+                feed.put(Token(index, token, sequence.done))

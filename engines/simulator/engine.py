@@ -1,0 +1,203 @@
+"""What does a test hold in its hands? One simulated engine, started and stopped inside the test's own event loop.
+
+async with SimulatedEngine(SimulateSettings(port=0)) as engine:
+    ... engine.url, engine.kv_events, engine.requests, engine.faults, await engine.restart()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from types import TracebackType
+from typing import Self, TypeVar
+
+from aiohttp import web
+
+from engines.simulator import events, text
+from engines.simulator.cache import BlockCache, Change
+from engines.simulator.core import Core
+from engines.simulator.faults import Faults
+from engines.simulator.hashes import BlockNamer
+from engines.simulator.publisher import Publisher
+from engines.simulator.scheduler import Counters, Limits, Scheduler
+from engines.simulator.server import EngineServer, Recorded
+from engines.simulator.settings import SimulateSettings
+from engines.simulator.timing import Timing
+from engines.types import EngineKind
+
+_T = TypeVar("_T")
+_wall_clock_s = time.time  # noqa: TID251 - `created`, process start and event timestamps are wall clock on the wire
+
+
+class SimulatedEngine:
+    """One engine on one port. `record` is how many requests it remembers (None: all)."""
+
+    def __init__(self, settings: SimulateSettings, *, record: int | None = None) -> None:
+        self.settings = settings
+        self.requests: deque[Recorded] = deque(maxlen=record)
+        self._publisher = Publisher(settings.host, settings.kv_topic, settings.kv_replay_batches)
+        self.faults = Faults(lambda: self._publisher)
+        self._group = asyncio.TaskGroup()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._text: text.ModelText | None = None
+        self._port = settings.port
+        self._adapters: dict[str, str] = {}
+        self._aborts = 0
+        self._server: EngineServer | None = None
+        self._runner: web.AppRunner | None = None
+        self._core: Core | None = None
+
+    async def __aenter__(self) -> Self:
+        """Listen; raises OSError where a port is taken, OSError or ValueError where the model folder is none."""
+        self._text = await asyncio.to_thread(text.load, self.settings.model)
+        await self._group.__aenter__()
+        try:
+            await self._start()
+        except BaseException as error:
+            await self._stop()
+            await self._group.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Abort what is under way, close every socket, end every task."""
+        await self._stop()
+        await self._group.__aexit__(kind, error, trace)
+
+    @property
+    def url(self) -> str:
+        """Where its HTTP server listens."""
+        return f"http://{self.settings.host}:{self._port}"
+
+    @property
+    def kind(self) -> EngineKind:
+        """Whose protocol it speaks."""
+        return self.settings.kind
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.settings.block_size
+
+    @property
+    def kv_events(self) -> str | None:
+        """Where to subscribe to its KV events; None when it publishes none."""
+        return self._publisher.events if self.settings.kv_events else None
+
+    @property
+    def kv_replay(self) -> str | None:
+        """Where to ask for KV events again; None when it publishes none."""
+        return self._publisher.replay if self.settings.kv_events else None
+
+    @property
+    def next_seq(self) -> int:
+        """The number its next batch of KV events will have."""
+        return self._publisher.next_seq
+
+    @property
+    def cache(self) -> BlockCache:
+        """Its blocks."""
+        return self.core.scheduler.cache
+
+    @property
+    def counters(self) -> Counters:
+        """What it counts about itself."""
+        return self.core.scheduler.counters
+
+    @property
+    def running(self) -> int:
+        """Sequences being computed."""
+        return len(self.core.scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences queued."""
+        return len(self.core.scheduler.waiting)
+
+    @property
+    def aborts(self) -> int:
+        """Requests whose client left before the answer's end, over all restarts."""
+        return self._aborts + (self._server.aborts if self._server is not None else 0)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """LoRA adapters it serves: name → path. May be changed at any time."""
+        return self._adapters
+
+    @property
+    def core(self) -> Core:
+        """What computes; a new one after each restart."""
+        return _started(self._core)
+
+    def sleep(self) -> None:
+        """Compute nothing until woken, and lose the cache."""
+        self.core.sleep()
+
+    def wake(self) -> None:
+        """Go on."""
+        self.core.wake()
+
+    async def restart(self) -> None:
+        """Die and come back on the same ports: an empty cache, sequence numbers from 0, every connection reset."""
+        await self._stop()
+        await self._start()
+
+    async def refuse(self) -> None:
+        """Stop listening, so that new connections are refused; open ones go on."""
+        for site in tuple(_started(self._runner).sites):
+            await site.stop()
+
+    async def accept(self) -> None:
+        """Listen again, after `refuse`."""
+        await self._listen(_started(self._runner))
+
+    async def _start(self) -> None:
+        settings, model = self.settings, _started(self._text)
+        sglang = settings.kind is EngineKind.SGLANG
+        cache = BlockCache(settings.kv_blocks, settings.block_size, duplicates=not sglang)
+        limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens)
+        scheduler = Scheduler(cache, Timing.of(settings), limits, model.words, stores_generated_at_end=sglang)
+        namer = BlockNamer(settings.kind, settings.block_size, settings.hash_seed)
+        self._core = Core(scheduler, namer, self._publish)
+        self._server = EngineServer(settings, model, self._core, self._publisher, self.faults, clock=_wall_clock_s)
+        self._server.requests, self._server.adapters = self.requests, self._adapters
+        if settings.kv_events:
+            await self._publisher.start()
+            self._tasks.append(self._group.create_task(self._publisher.run()))
+        self._tasks.append(self._group.create_task(self._core.run()))
+        self._runner = web.AppRunner(self._server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await self._listen(self._runner)
+
+    async def _listen(self, runner: web.AppRunner) -> None:
+        site = web.TCPSite(runner, self.settings.host, self._port, backlog=1024)
+        await site.start()
+        if not self._port:
+            self._port = int(runner.addresses[0][1])
+
+    async def _stop(self) -> None:
+        if self._server is not None:
+            self._aborts += self._server.aborts
+            await self._server.stop()
+        if self._runner is not None:
+            for connection in tuple(self._runner.server.connections if self._runner.server is not None else ()):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await self._runner.cleanup()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._publisher.stop()
+        self._tasks, self._server, self._runner = [], None, None
+
+    def _publish(self, changes: list[Change]) -> None:
+        if self.settings.kv_events:
+            self._publisher.publish(events.encode(changes, self.kind, self.block_size, ts=_wall_clock_s()))
+
+
+def _started(part: _T | None) -> _T:
+    if part is None:
+        msg = "the engine is not running: use it inside `async with`"
+        raise RuntimeError(msg)
+    return part
