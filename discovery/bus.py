@@ -166,6 +166,8 @@ class Bus:
         self._name = name
         client = await self._open()
         self._task = asyncio.create_task(self._keep(client), name=f"bus {name}")  # noqa: TID251  ended by close()
+        for back in self._back:
+            back()
 
     async def close(self) -> None:
         """What was published is sent, if that takes less than a second; then nothing is any more."""

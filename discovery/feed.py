@@ -1,0 +1,207 @@
+"""How does one rank's KV event stream become a numbered stream on the bus?
+
+A `Feed` is what `KvSubscriber` tells (its sink), and what the relay publishes from. It has no task and no socket: each event changes
+its state and is sent on in the same call, so that a snapshot taken between two calls is exact at the next batch's number.
+
+    restarted ─▶ new epoch, beacon          batch ─▶ translate ─▶ Batch seq, seq+1, …         lost ─▶ clear, new epoch, `partial`
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from discovery.logs import event
+from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, Store, StreamMessage
+from discovery.signal import LIVE, Signal, SignalState
+from discovery.translate import Translator
+from engines.blocks import KEY_BYTES
+from engines.events import Cleared, KvBatch
+from engines.types import Endpoint
+
+PIECE_BYTES = 64 * 1024
+"""Keys in one message: a sixteenth of NATS' own limit, and what a mirror applies in about 4 ms without letting anything else run."""
+
+_log = logging.getLogger(__name__)
+
+
+class FeedCounts(msgspec.Struct):
+    """Plain numbers for the metrics page; they never go back."""
+
+    batches: int = 0
+    """Of events, as the engine published them."""
+    stored: int = 0
+    removed: int = 0
+    restarts: int = 0
+    losses: int = 0
+    """Times that batches could not be had again."""
+    lost: int = 0
+    """Batches that could not."""
+    crashes: int = 0
+    """Times that following it failed in a way nobody foresaw."""
+    undecodable: dict[str, int] = msgspec.field(default_factory=dict)
+    skipped: dict[str, int] = msgspec.field(default_factory=dict)
+    orphans: int = 0
+    """Blocks stored under a parent not known, since all was last cleared."""
+    blocks: int = 0
+    """Held now."""
+
+
+class Feed:
+    """One endpoint's stream in this relay's life."""
+
+    def __init__(
+        self, endpoint: Endpoint, block_size: int | None, next_epoch: Callable[[], str], send: Callable[[StreamMessage], None]
+    ) -> None:
+        """`block_size` is the configured one, if any. Nothing is sent before the first call."""
+        self.endpoint = endpoint
+        self._translator = Translator(block_size)
+        self._next_epoch = next_epoch
+        self._send = send
+        self._epoch = next_epoch()
+        self._seq = 0
+        self._heard = 0
+        self._partial = ""
+        self._down = ""
+        self._shown: tuple[Signal, int | None] = (LIVE, None)
+        self._counts = FeedCounts()
+        self._undecodable: Counter[str] = Counter()
+
+    @property
+    def signal(self) -> Signal:
+        """How far its events can be believed, as seen from here."""
+        if self._down:
+            return Signal(SignalState.STALE, self._down)
+        if mismatch := self._translator.mismatch:
+            return Signal(SignalState.MISMATCH, mismatch)
+        if self._partial:
+            return Signal(SignalState.PARTIAL, self._partial)
+        return LIVE
+
+    @property
+    def counts(self) -> FeedCounts:
+        """What happened so far."""
+        return msgspec.structs.replace(
+            self._counts,
+            undecodable=dict(self._undecodable),
+            skipped=dict(self._translator.skipped),
+            orphans=self._translator.orphans,
+            blocks=self._translator.blocks,
+        )
+
+    def restarted(self, reason: str) -> None:
+        """Another life of the engine's cache: nothing known of it holds any more."""
+        self._down = ""
+        if self._heard or self._partial:
+            event(
+                _log, logging.INFO, "KV cache began anew", endpoint=str(self.endpoint), reason=reason, blocks_before=self._translator.blocks
+            )
+            self._counts.restarts += 1
+            self._partial = ""
+            self._renew()
+        self.beacon()
+
+    def batch(self, batch: KvBatch) -> None:
+        """Events in order; sent on when they change what is held."""
+        self._heard += 1
+        self._counts.batches += 1
+        ops = self._translator.apply(batch.events)
+        for piece in pieces(ops):
+            self._count(piece)
+            self._send(Batch(self._epoch, self._seq, piece))
+            self._seq += 1
+        if self._partial and any(isinstance(happened, Cleared) for happened in batch.events):
+            self._partial = ""  # what we did not know of is gone as well
+        if (self.signal, self._translator.block_size) != self._shown:
+            self.beacon()
+
+    def lost(self, first: int, last: int) -> None:
+        """Batches that cannot be had any more: what is known may be wrong, so none of it is kept."""
+        event(_log, logging.WARNING, "KV events lost; endpoint cleared", endpoint=str(self.endpoint), first=first, last=last)
+        self._counts.losses += 1
+        self._counts.lost += last - first + 1
+        self._partial = f"batches {first} to {last} could not be replayed; what the engine stored before is learned again as it is used"
+        self._renew()
+        self.beacon()
+
+    def undecodable(self, kind: str) -> None:
+        """A message that could not be read."""
+        self._undecodable[kind] += 1
+
+    def crashed(self, reason: str) -> None:
+        """Following it failed; it is tried again, and begins with `restarted`."""
+        self._counts.crashes += 1
+        self._down = reason
+        self._renew()
+        self.beacon()
+
+    def beacon(self) -> None:
+        """Say what a complete copy holds by now."""
+        translator, signal = self._translator, self.signal
+        self._shown = (signal, translator.block_size)
+        self._send(
+            Beacon(
+                epoch=self._epoch,
+                seq=self._seq,
+                blocks=translator.blocks,
+                digest=translator.digest,
+                block_size=translator.block_size,
+                signal=signal.state.value,
+                reason=signal.reason,
+                heard=self._heard,
+            )
+        )
+
+    def end(self) -> None:
+        """Nothing is sent any more, whatever its subscriber still has in hand."""
+        self._send = _nowhere
+
+    def snapshot(self) -> Iterator[SnapshotChunk]:
+        """Everything held at this moment, however late the iterator is run. O(blocks) now, then O(1) a chunk."""
+        parts = list(pieces(self._translator.snapshot())) or [[]]
+        epoch, seq = self._epoch, self._seq
+        return (SnapshotChunk(epoch, seq, number, len(parts), ops) for number, ops in enumerate(parts))
+
+    def _renew(self) -> None:
+        self._translator.clear()
+        self._epoch = self._next_epoch()
+        self._seq = 0
+        self._heard = 0
+
+    def _count(self, ops: list[Op]) -> None:
+        for op in ops:
+            match op:
+                case Store():
+                    self._counts.stored += len(op.keys) // KEY_BYTES
+                case Remove():
+                    self._counts.removed += len(op.keys) // KEY_BYTES
+                case Clear():
+                    pass
+
+
+def pieces(ops: Iterable[Op], limit: int = PIECE_BYTES) -> Iterator[list[Op]]:
+    """The same operations in the same order, in lists of at most `limit` bytes of keys; none when there are none."""
+    piece: list[Op] = []
+    size = 0
+    for op in ops:
+        if isinstance(op, Clear):
+            piece.append(op)
+            continue
+        start = 0
+        while start < len(op.keys):
+            if size >= limit:
+                yield piece
+                piece, size = [], 0
+            end = min(len(op.keys), start + limit - size)
+            piece.append(op if end - start == len(op.keys) else type(op)(op.tier, op.keys[start:end]))
+            size += end - start
+            start = end
+    if piece:
+        yield piece
+
+
+def _nowhere(message: StreamMessage) -> None:
+    del message

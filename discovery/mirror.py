@@ -1,0 +1,300 @@
+"""What does each endpoint hold, as far as the bus tells, and how far can that be believed?
+
+A mirror copies the streams of the engines it expects into an index, complete and in order (`StreamSync` decides how), and keeps each
+endpoint's signal (`SignalTracker` decides what it is). It decides nothing itself: messages in, index operations and requests out.
+
+    bus ── Batch, Beacon ──▶ StreamSync ──▶ store / remove / clear ──▶ index
+     └──── SnapshotChunk ──▶     └────────▶ SnapshotRequest ──▶ bus
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from discovery.bus import Bus
+from discovery.logs import event
+from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, SnapshotRequest, Store, StreamMessage
+from discovery.signal import Signal, SignalState, SignalTracker
+from discovery.subjects import Subjects
+from discovery.sync import Action, Apply, ClearAll, RequestSnapshot, StreamSync, SyncCounts
+from engines.blocks import KEY_BYTES, unpack_keys
+from engines.types import Endpoint, EngineInfo, Tier
+
+TICK_S = 0.1
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.msgpack.Encoder().encode
+_streams: msgspec.msgpack.Decoder[StreamMessage] = msgspec.msgpack.Decoder(StreamMessage)
+_chunks = msgspec.msgpack.Decoder(SnapshotChunk)
+
+
+class IndexSink(Protocol):
+    """Where what is held is written down."""
+
+    def store(self, endpoint: Endpoint, tier: Tier, keys: Sequence[int]) -> None:
+        """These blocks are held there now."""
+        ...
+
+    def remove(self, endpoint: Endpoint, tier: Tier, keys: Sequence[int]) -> None:
+        """These blocks are not held there any more."""
+        ...
+
+    def clear(self, endpoint: Endpoint) -> None:
+        """Nothing is known to be held there."""
+        ...
+
+
+class MirrorCounts(msgspec.Struct):
+    """Plain numbers for the metrics page."""
+
+    undecodable: int = 0
+    """Messages on our subjects that are none of ours."""
+    unexpected: int = 0
+    """Messages of endpoints that are not expected, or not any more."""
+    unanswered: int = 0
+    """Requests for a snapshot that no relay was there to hear."""
+
+
+class _Copy:
+    """One endpoint as the mirror has it."""
+
+    def __init__(self, endpoint: Endpoint, life: object, sync: StreamSync, tracker: SignalTracker) -> None:
+        self.endpoint = endpoint
+        self.life = life
+        self.sync = sync
+        self.tracker = tracker
+        self.block_size: int | None = None
+        self.reported: SignalState | None = None
+
+
+class Mirror:
+    """Copies while `run` runs. `expect` and `forget` may be called at any time; all methods belong to one loop."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        namespace: str,
+        index: IndexSink,
+        *,
+        blind_after_s: float = 5.0,
+        beacon_period_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts = MirrorCounts()
+        self._bus = bus
+        self._subjects = Subjects(namespace)
+        self._index = index
+        self._blind_after_s = blind_after_s
+        self._beacon_period_s = beacon_period_s
+        self._clock = clock
+        self._name = secrets.token_hex(8)
+        self._copies: dict[Endpoint, _Copy] = {}
+        self._by_subject: dict[str, _Copy] = {}
+        self._running = False
+
+    def expect(self, info: EngineInfo) -> None:
+        """Exactly this engine's endpoints are mirrored from now on. What is known of them is kept unless the engine was started again."""
+        publishing = {source.rank for source in info.kv_sources}
+        for endpoint in [known for known in self._copies if known.engine == info.id and known not in info.endpoints]:
+            self._drop(endpoint)
+        for endpoint in info.endpoints:
+            life = (endpoint.rank in publishing, info.boot)
+            if endpoint in self._copies and self._copies[endpoint].life != life:
+                self._drop(endpoint)
+            if endpoint not in self._copies:
+                self._add(endpoint, life)
+
+    def forget(self, engine_id: str) -> None:
+        """Nothing of this engine is in the index, nor will be: what is still on its way is discarded. Idempotent."""
+        for endpoint in [known for known in self._copies if known.engine == engine_id]:
+            self._drop(endpoint)
+
+    def signal(self, endpoint: Endpoint, now: float) -> Signal:
+        """How far the index can be believed for this endpoint. O(1)."""
+        copy = self._copies.get(endpoint)
+        if copy is None:
+            return Signal(SignalState.BLIND, "it is not among the engines that are mirrored")
+        signal = copy.tracker.state(now)
+        if signal.believed and not copy.sync.synced:
+            return Signal(SignalState.STALE, f"its index is being copied: {copy.sync.why}")
+        return signal
+
+    def served(self, endpoint: Endpoint, now: float, new_blocks: int, *, sent_at: float | None = None) -> None:
+        """A prompt with `new_blocks` full blocks not known to be cached, sent at `sent_at`, has got its first token there."""
+        copy = self._copies.get(endpoint)
+        if copy is not None:
+            copy.tracker.served(now, new_blocks, sent_at)
+
+    def ready(self, endpoint: Endpoint) -> bool:
+        """Whether its part of the index is complete, or will never come."""
+        copy = self._copies.get(endpoint)
+        return copy is not None and (copy.sync.synced or not copy.tracker.publishes)
+
+    def block_size(self, endpoint: Endpoint) -> int | None:
+        """Tokens per block as its events have it; None before the first."""
+        copy = self._copies.get(endpoint)
+        return None if copy is None else copy.block_size
+
+    def stats(self) -> dict[Endpoint, SyncCounts]:
+        """What happened on each endpoint's stream."""
+        return {endpoint: copy.sync.counts for endpoint, copy in self._copies.items()}
+
+    async def run(self) -> None:
+        """Ends only by cancellation."""
+        subscriptions = [
+            self._bus.subscribe(self._subjects.streams, self._on_stream),
+            self._bus.subscribe(self._subjects.replies(self._name), self._on_reply),
+        ]
+        self._bus.watch(self._on_bus_lost, self._on_bus_back)
+        self._running = True
+        (self._on_bus_back if self._bus.connected else self._on_bus_lost)()
+        try:
+            while True:
+                self._tick(self._clock())
+                await asyncio.sleep(TICK_S)
+        finally:
+            self._running = False
+            self._bus.unwatch(self._on_bus_lost, self._on_bus_back)
+            for subscription in subscriptions:
+                subscription.cancel()
+
+    def _add(self, endpoint: Endpoint, life: tuple[bool, float | None]) -> None:
+        now = self._clock()
+        publishes = life[0]
+        tracker = SignalTracker(publishes=publishes, now=now, blind_after_s=self._blind_after_s, beacon_period_s=self._beacon_period_s)
+        copy = self._copies[endpoint] = _Copy(endpoint, life, StreamSync(), tracker)
+        if publishes:
+            self._by_subject[self._subjects.stream(endpoint)] = copy
+        if not self._bus.connected:
+            tracker.bus_lost(now)
+        elif self._running and publishes:
+            self._perform(copy, copy.sync.tick(now))
+
+    def _drop(self, endpoint: Endpoint) -> None:
+        del self._copies[endpoint]
+        self._by_subject.pop(self._subjects.stream(endpoint), None)
+        self._index.clear(endpoint)
+
+    def _on_stream(self, subject: str, payload: bytes, reply: str) -> None:
+        del reply
+        copy = self._by_subject.get(subject)
+        if copy is None:
+            self.counts.unexpected += 1
+            return
+        try:
+            message = _streams.decode(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            self.counts.undecodable += 1
+            return
+        if isinstance(message, Batch) and not _whole(message.ops):
+            self.counts.undecodable += 1
+            return
+        now, epoch = self._clock(), copy.sync.epoch
+        actions = copy.sync.batch(message, now) if isinstance(message, Batch) else copy.sync.beacon(message, now)
+        if copy.sync.epoch != epoch:
+            copy.tracker.restarted()
+        if message.epoch == copy.sync.epoch:
+            self._note(copy, message, now)
+        self._perform(copy, actions)
+
+    def _note(self, copy: _Copy, message: StreamMessage, now: float) -> None:
+        match message:
+            case Batch():
+                copy.tracker.heard(now)
+            case Beacon(signal=state, reason=reason, heard=heard):
+                copy.tracker.beacon(_signal(state, reason), heard, now)
+                copy.block_size = message.block_size or copy.block_size
+
+    def _on_reply(self, subject: str, payload: bytes, reply: str) -> None:
+        del reply
+        if not payload:
+            self.counts.unanswered += 1  # NATS says so when nobody listens: the relay is not up yet, and its first beacon will tell
+            return
+        answered = self._subjects.answered(subject)
+        try:
+            chunk = _chunks.decode(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            chunk = None
+        if answered is None or chunk is None or not _whole(chunk.ops):
+            self.counts.undecodable += 1
+            return
+        endpoint, attempt = answered
+        copy = self._copies.get(endpoint)
+        if copy is None:
+            self.counts.unexpected += 1
+            return
+        epoch = copy.sync.epoch
+        actions = copy.sync.chunk(chunk, attempt, self._clock())
+        if copy.sync.epoch != epoch:
+            copy.tracker.restarted()
+        self._perform(copy, actions)
+
+    def _perform(self, copy: _Copy, actions: Iterable[Action]) -> None:
+        endpoint = copy.endpoint
+        for action in actions:
+            match action:
+                case Apply(ops):
+                    for op in ops:
+                        self._apply(endpoint, op)
+                case ClearAll():
+                    self._index.clear(endpoint)
+                case RequestSnapshot(attempt):
+                    event(_log, logging.INFO, "asking for a snapshot", endpoint=str(endpoint), reason=copy.sync.why, attempt=attempt)
+                    reply = self._subjects.reply(self._name, endpoint, attempt)
+                    self._bus.publish(self._subjects.snapshot(endpoint), _encode(SnapshotRequest(endpoint)), reply)
+
+    def _apply(self, endpoint: Endpoint, op: Op) -> None:
+        match op:
+            case Store(tier, keys):
+                self._index.store(endpoint, tier, unpack_keys(keys))
+            case Remove(tier, keys):
+                self._index.remove(endpoint, tier, unpack_keys(keys))
+            case Clear():
+                self._index.clear(endpoint)
+
+    def _tick(self, now: float) -> None:
+        for copy in tuple(self._copies.values()):
+            if copy.tracker.publishes and self._bus.connected:
+                self._perform(copy, copy.sync.tick(now))
+            self._report(copy, now)
+
+    def _report(self, copy: _Copy, now: float) -> None:
+        """One log line per change of state; the first one only when it is bad news, and not while the first copy is being made."""
+        signal = self.signal(copy.endpoint, now)
+        if signal.state is copy.reported or (copy.reported is None and not self.ready(copy.endpoint) and copy.tracker.state(now).believed):
+            return
+        if copy.reported is not None or signal.state is not SignalState.LIVE:
+            level = logging.INFO if signal.believed else logging.WARNING
+            event(_log, level, "KV signal changed", endpoint=str(copy.endpoint), signal=signal.state.value, reason=signal.reason)
+        copy.reported = signal.state
+
+    def _on_bus_lost(self) -> None:
+        now = self._clock()
+        for copy in self._copies.values():
+            copy.tracker.bus_lost(now)
+            copy.sync.doubt()
+
+    def _on_bus_back(self) -> None:
+        now = self._clock()
+        for copy in self._copies.values():
+            copy.tracker.bus_back(now)
+        self._tick(now)
+
+
+def _whole(ops: Iterable[Op]) -> bool:
+    return not any(len(op.keys) % KEY_BYTES for op in ops if not isinstance(op, Clear))
+
+
+def _signal(state: str, reason: str) -> Signal:
+    """As a relay says it; a state of a later version is not believed, and says so."""
+    try:
+        return Signal(SignalState(state), reason)
+    except ValueError:
+        return Signal(SignalState.STALE, f"its relay calls it {state[:40]!r}: {reason[:200]}")

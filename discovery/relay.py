@@ -1,0 +1,188 @@
+"""How do KV events get from the engines onto the bus?
+
+One relay follows any number of engines; each (engine, rank) that publishes is a `Feed` with a `KvSubscriber` that tells it. The
+relay gives them life: it says on the bus what they hold every few seconds, and answers mirrors that ask for all of it.
+
+    follow(info) ──▶ Feed ◀── KvSubscriber ◀── ZMQ            bus ── SnapshotRequest ──▶ Feed.snapshot ── chunks ──▶ bus
+                       └── batches, beacons ──▶ bus
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq.asyncio
+
+from discovery.bus import Bus, Subscription
+from discovery.feed import Feed, FeedCounts
+from discovery.logs import event
+from discovery.messages import SnapshotRequest, StreamMessage
+from discovery.subjects import Subjects
+from engines.subscriber import KvSubscriber
+from engines.types import Endpoint, EngineInfo, KvSource
+
+RETRY_S = 1.0
+MAX_REQUESTS = 4096
+"""Snapshots in line; beyond, a request is dropped and its mirror asks again."""
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.msgpack.Encoder().encode
+_requests = msgspec.msgpack.Decoder(SnapshotRequest)
+
+
+class _Followed:
+    """A feed and what keeps it going."""
+
+    def __init__(self, feed: Feed, source: KvSource, life: object, requests: Subscription) -> None:
+        self.feed = feed
+        self.source = source
+        self.life = life
+        self.requests = requests
+        self.task: asyncio.Task[None] | None = None
+
+
+class Relay:
+    """Follows engines from `follow` to `unfollow` while `run` runs; both may be called before it."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        namespace: str,
+        context: zmq.asyncio.Context,
+        *,
+        beacon_period_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rejected = 0
+        """Requests for a snapshot that could not be read or were too many."""
+        self._bus = bus
+        self._subjects = Subjects(namespace)
+        self._context = context
+        self._beacon_period_s = beacon_period_s
+        self._clock = clock
+        self._followed: dict[Endpoint, _Followed] = {}
+        self._ended: list[asyncio.Task[None]] = []
+        self._wanted: dict[tuple[Endpoint, str], None] = {}
+        self._changed = asyncio.Event()
+        self._asked = asyncio.Event()
+        life, numbers = secrets.token_hex(8), itertools.count()
+        self._next_epoch = lambda: f"{life}.{next(numbers)}"
+
+    def follow(self, info: EngineInfo) -> None:
+        """Exactly this engine's sources are followed from now on; those followed already go on, unless the engine was started again."""
+        sources = {Endpoint(info.id, source.rank): source for source in info.kv_sources}
+        life = (info.boot, info.spec.block_size)
+        for endpoint in [known for known in self._followed if known.engine == info.id]:
+            before = self._followed[endpoint]
+            if sources.get(endpoint) != before.source or before.life != life:
+                self._drop(endpoint)
+        for endpoint, source in sources.items():
+            if endpoint not in self._followed:
+                self._add(endpoint, source, life)
+
+    def unfollow(self, engine_id: str) -> None:
+        """Nothing of this engine is read or told any more. Idempotent."""
+        for endpoint in [known for known in self._followed if known.engine == engine_id]:
+            self._drop(endpoint)
+
+    def stats(self) -> dict[Endpoint, FeedCounts]:
+        """What happened on each endpoint followed now."""
+        return {endpoint: followed.feed.counts for endpoint, followed in self._followed.items()}
+
+    async def run(self) -> None:
+        """Ends only by cancellation; then nothing is followed by tasks any more."""
+        self._bus.watch(_nothing, self._beacons)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._beat(), name="relay beacons")
+                tasks.create_task(self._answer(), name="relay snapshots")
+                while True:
+                    for ended in self._ended:
+                        ended.cancel()
+                    self._ended.clear()
+                    for endpoint, followed in self._followed.items():
+                        if followed.task is None:
+                            followed.task = tasks.create_task(self._pull(followed), name=f"kv events {endpoint}")
+                    self._changed.clear()
+                    await self._changed.wait()
+        finally:
+            self._bus.unwatch(_nothing, self._beacons)
+
+    def _add(self, endpoint: Endpoint, source: KvSource, life: tuple[float | None, int | None]) -> None:
+        subject = self._subjects.stream(endpoint)
+
+        def send(message: StreamMessage) -> None:
+            self._bus.publish(subject, _encode(message))
+
+        feed = Feed(endpoint, life[1], self._next_epoch, send)
+        requests = self._bus.subscribe(self._subjects.snapshot(endpoint), self._on_request)
+        self._followed[endpoint] = _Followed(feed, source, life, requests)
+        self._changed.set()
+        feed.beacon()
+        event(_log, logging.INFO, "following KV events", endpoint=str(endpoint), events=source.events, replay=source.replay)
+
+    def _drop(self, endpoint: Endpoint) -> None:
+        followed = self._followed.pop(endpoint)
+        followed.requests.cancel()
+        followed.feed.end()
+        if followed.task is not None:
+            self._ended.append(followed.task)
+        self._changed.set()
+
+    async def _pull(self, followed: _Followed) -> None:
+        """One rank's whole life here. Nothing an engine publishes may end the relay, nor another engine's feed."""
+        while True:
+            try:
+                await KvSubscriber(self._context, followed.source, followed.feed).run()
+            except Exception:  # noqa: BLE001  see above; it is logged whole, shown in the signal, and counted
+                _log.exception("following KV events failed", extra={"fields": {"endpoint": str(followed.feed.endpoint)}})
+                followed.feed.crashed("reading its events failed; the relay's log says how")
+            await asyncio.sleep(RETRY_S)
+
+    async def _beat(self) -> None:
+        while True:
+            started = self._clock()
+            self._beacons()
+            await asyncio.sleep(max(0.0, self._beacon_period_s - (self._clock() - started)))
+
+    def _beacons(self) -> None:
+        for followed in self._followed.values():
+            followed.feed.beacon()
+
+    def _on_request(self, subject: str, payload: bytes, reply: str) -> None:
+        del subject
+        try:
+            wanted = (_requests.decode(payload).endpoint, reply)
+        except msgspec.MsgspecError:
+            self.rejected += 1
+            return
+        if not reply or (wanted not in self._wanted and len(self._wanted) >= MAX_REQUESTS):
+            self.rejected += 1
+            return
+        self._wanted[wanted] = None
+        self._asked.set()
+
+    async def _answer(self) -> None:
+        """Snapshots go out one after the other, each as the bus has room: what is live never waits behind more than a little of them."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            while self._wanted:
+                endpoint, reply = next(iter(self._wanted))
+                del self._wanted[endpoint, reply]
+                followed = self._followed.get(endpoint)
+                if followed is None:
+                    continue
+                for chunk in followed.feed.snapshot():
+                    await self._bus.room()
+                    self._bus.publish(reply, _encode(chunk))
+
+
+def _nothing() -> None:
+    """The bus is lost: what is published meanwhile is dropped there, and mirrors ask for it when they are back."""
