@@ -104,6 +104,8 @@ class Reason(enum.StrEnum):
     UNTOKENIZABLE = "untokenizable"
     POLICY = "policy"
     """The policy in use does not look at the cache."""
+    SAMPLED = "sampled"
+    """Another endpoint has a longer prefix and costs less; `router_temperature` drew this one all the same."""
 
 
 class Context(msgspec.Struct, frozen=True):
