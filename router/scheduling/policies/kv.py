@@ -1,0 +1,74 @@
+"""The default policy: where is the prompt cheapest to serve, counting what is cached against what is waiting? In blocks.
+
+    cost = prefill_load_scale · max(0, active prefill + prompt − credit) + potential decode + decode_active_request_weight · requests
+
+Names and meaning are those of Dynamo's router, with one correction. A prefix that is being computed on an engine right now
+counts there as overlap, and the work of computing it is not charged to the prompts that wait for it: otherwise it would be both
+load and missing, and equal prompts arriving together would each go somewhere else and compute the same prefix again.
+
+              prompt of 10 blocks, engine A is computing the first 8 of them for an earlier request, B is idle
+              A: max(0, (8 − 8) + 10 − 8) + (8 + 2) = 12        B: max(0, 0 + 10 − 0) + 10 = 20
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from router.scheduling.types import Candidate, Context, RoutingRequest
+
+
+class KvWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a block counts, in each of its roles. All are finite and at least 0; ValueError otherwise."""
+
+    overlap_score_credit: float = 1.0
+    """Taken off for each leading block on the device, or being computed there."""
+    prefill_load_scale: float = 1.0
+    """Cost of a block that must be computed before this prompt's first token."""
+    host_cache_hit_weight: float = 0.75
+    disk_cache_hit_weight: float = 0.25
+    decode_active_request_weight: float = 0.0
+    """Cost, in blocks, of each request in flight."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name} must be a finite number of at least 0, not {value}")
+
+
+class Kv:
+    """Least cost by prefix overlap and load."""
+
+    uses_cache = True
+
+    def __init__(self, weights: KvWeights | None = None) -> None:
+        self.weights = weights or KvWeights()
+
+    def score(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> list[float]:
+        """See the module's text. Without tokens only the load counts."""
+        weights = self.weights
+        tokens = request.prompt_tokens
+        costs = []
+        for candidate in candidates:
+            overlap, load, block_size = candidate.overlap, candidate.load, candidate.block_size
+            computing = overlap.in_flight - overlap.device if overlap.in_flight > overlap.device else 0
+            credit = weights.overlap_score_credit * (overlap.device + computing)
+            if overlap.host or overlap.disk:
+                credit += self._lower_tiers(candidate, overlap.device + computing)
+            queued = max(0.0, load.active_prefill_tokens / block_size - computing)
+            prefill = max(0.0, queued + tokens / block_size - credit)
+            decode = load.active_blocks + candidate.new_blocks
+            costs.append(weights.prefill_load_scale * prefill + decode + weights.decode_active_request_weight * load.active_requests)
+        return costs
+
+    def _lower_tiers(self, candidate: Candidate, covered: int) -> float:
+        """Credit for blocks in host memory and on disk, of which the first `covered` of the prompt have had theirs."""
+        overlap = candidate.overlap
+        host_end = overlap.device + overlap.host
+        disk_end = host_end + overlap.disk
+        host = max(0, host_end - covered)
+        disk = max(0, disk_end - max(host_end, covered))
+        return self.weights.host_cache_hit_weight * host + self.weights.disk_cache_hit_weight * disk

@@ -1,0 +1,73 @@
+"""Where does this request go? Puts the candidates to the policy, picks, and says why; whatever the policy does, the router lives."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from engines.types import Endpoint
+from router.scheduling.explain import reason_for
+from router.scheduling.pick import lowest, sample
+from router.scheduling.types import Candidate, Context, Decision, Policy, Reason, Rejection, RoutingRequest, Scored
+
+
+class NoCandidate(Exception):
+    """No endpoint is left to choose from; `rejected` says what was wrong with each of those there are."""
+
+    def __init__(self, model: str, rejected: Sequence[tuple[Endpoint, Rejection]]) -> None:
+        super().__init__(f"no endpoint can take a request for model {model!r}")
+        self.model = model
+        self.rejected = tuple(rejected)
+
+
+class PolicyError(Exception):
+    """The policy failed; the message names its class and what was wrong."""
+
+    def __init__(self, policy: object, wrong: str) -> None:
+        super().__init__(f"policy {type(policy).__module__}:{type(policy).__qualname__} {wrong}")
+
+
+def uses_cache(policy: Policy) -> bool:
+    """Whether the policy looks at overlaps: its attribute `uses_cache`, True where it has none."""
+    return bool(getattr(policy, "uses_cache", True))
+
+
+class Scheduler:
+    """One policy, applied to one request after another."""
+
+    def __init__(self, policy: Policy, name: str, temperature: float, rng: random.Random) -> None:
+        """Choose by `policy`, called `name` in decisions; a `temperature` above 0 samples, in the units of the policy's costs."""
+        self.policy = policy
+        self.name = name
+        self.temperature = temperature
+        self.uses_cache = uses_cache(policy)
+        self._rng = rng
+
+    def decide(
+        self, request: RoutingRequest, candidates: Sequence[Candidate], rejected: Sequence[tuple[Endpoint, Rejection]], now: float
+    ) -> Decision:
+        """The candidate to send `request` to, with every score and the reason. `now` is in monotonic seconds.
+
+        Raises NoCandidate when `candidates` is empty, PolicyError when the policy raises or does not give one number for each.
+        """
+        if not candidates:
+            raise NoCandidate(request.model, rejected)
+        costs = self._costs(request, candidates, Context(now, self._rng))
+        position = sample(costs, self.temperature, self._rng) if self.temperature > 0 else lowest(costs, self._rng)
+        chosen = candidates[position]
+        scores = tuple(map(Scored, candidates, costs))
+        reason = reason_for(request, scores, chosen) if self.uses_cache else Reason.POLICY
+        return Decision(chosen, costs[position], reason, self.name, scores, tuple(rejected))
+
+    def _costs(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> list[float]:
+        try:
+            costs = [float(cost) for cost in self.policy.score(request, candidates, context)]
+        except Exception as error:  # the policy may be the user's: whatever it raises ends this request, never the router
+            raise PolicyError(self.policy, f"raised {type(error).__name__}: {error}") from error
+        if len(costs) != len(candidates):
+            raise PolicyError(self.policy, f"gave {len(costs)} costs for {len(candidates)} candidates")
+        for candidate, cost in zip(candidates, costs, strict=True):
+            if math.isnan(cost) or cost == -math.inf:
+                raise PolicyError(self.policy, f"gave {candidate.endpoint} the cost {cost}, which cannot be compared")
+        return costs
