@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,5 +37,5 @@ def test_the_router_is_pointed_at_the_engines_that_are_simulated(capsys: pytest.
     simulate = SERVICES["engines"]["command"]
     count, port = (int(simulate[simulate.index(flag) + 1]) for flag in ("--engines", "--port"))
     serve = SERVICES["router"]["command"]
-    named = [value for flag, value in zip(serve, serve[1:], strict=False) if flag == "--engine"]
+    named = [value for flag, value in pairwise(serve) if flag == "--engine"]
     assert named == [f"http://engines:{port + index}" for index in range(count)]
