@@ -6,16 +6,12 @@ Bounded in time, and not tried again for a while by an engine that did not answe
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
-
 from engines.errors import EngineAnswered, EngineBroken, EngineError
 from router.prompts.asking import PATH
-from router.prompts.chat import ChatFields
 from router.prompts.errors import NotRenderable
 from router.prompts.parity import REFUSALS
 from router.prompts.tokenizer import pack
@@ -65,19 +61,3 @@ class Asker:
     def _rest(self, why: str) -> NotRenderable:
         self._rests_until, self._rests_for = self._clock() + REST_S, why
         return NotRenderable(f"the engine's {PATH}: {why}")
-
-
-def digest(*parts: object) -> bytes:
-    """A key for what an engine was asked: equal for requests that differ only in fields the prompt does not depend on."""
-    told = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        if isinstance(part, ChatFields):
-            for name in ChatFields.__struct_fields__:
-                raw = getattr(part, name)
-                if isinstance(raw, msgspec.Raw):
-                    told.update(f"{name}:{len(memoryview(raw))}:".encode())
-                    told.update(raw)
-        else:
-            text = str(part).encode("utf-8", "surrogatepass")
-            told.update(f"{len(text)}:".encode() + text)
-    return told.digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import msgspec
 
 from engines.types import EngineKind
 from router.prompts import asking
-from router.prompts.asker import digest
 from router.prompts.chat import ChatFields
 from router.prompts.dialect import ChatPrompt
 from router.prompts.encoder import PromptEncoder
@@ -24,6 +24,8 @@ class Chat(msgspec.Struct, frozen=True):
     """The prompt of a chat body."""
 
     fields: ChatFields
+    raw: bytes
+    """What the fields were decoded from."""
 
     @property
     def size(self) -> int:
@@ -39,9 +41,9 @@ class Chat(msgspec.Struct, frozen=True):
         """What an engine's `/tokenize` is asked. Raises `NotRenderable`."""
         return asking.chat_body(kind, model, self.fields)
 
-    def digest(self) -> bytes:
-        """Equal for chats with the same prompt."""
-        return digest(self.fields)
+    def digest(self, asked: object) -> bytes:
+        """Equal for equal chats put to engines that answer alike."""
+        return _digest(asked, self.raw)
 
     def _encode(self, encoder: PromptEncoder, done: list[tuple[ChatTemplate, ChatPrompt, Outcome]]) -> Outcome:
         try:
@@ -79,9 +81,9 @@ class Text(msgspec.Struct, frozen=True):
         """What an engine's `/tokenize` is asked."""
         return asking.text_body(model, self.text, add_special_tokens=self.add_special_tokens)
 
-    def digest(self) -> bytes:
-        """Equal for texts with the same prompt."""
-        return digest(self.text, self.add_special_tokens)
+    def digest(self, asked: object) -> bytes:
+        """Equal for equal texts put to engines that answer alike."""
+        return _digest((asked, self.add_special_tokens), self.text.encode("utf-8", "surrogatepass"))
 
     def _encode(self, encoder: PromptEncoder) -> Outcome:
         try:
@@ -91,3 +93,9 @@ class Text(msgspec.Struct, frozen=True):
 
 
 Wanted = Chat | Text
+
+
+def _digest(asked: object, prompt: bytes) -> bytes:
+    told = hashlib.blake2b(repr(asked).encode(), digest_size=16)
+    told.update(b"\0" + prompt)
+    return told.digest()
