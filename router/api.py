@@ -19,12 +19,12 @@ ERROR_TYPES: Final = {
 """OpenAI's `error.type` by status; anything else is the server's fault."""
 
 
-def api_error(status: int, message: str, kind: str | None = None, *, param: str | None = None) -> bytes:
-    """An error body in OpenAI's shape; `kind` overrides the type that follows from the status."""
-    kind = kind or ERROR_TYPES.get(status, "server_error")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+def api_error(status: int, message: str, code: str | None = None) -> bytes:
+    """An error body in OpenAI's shape. `code` says what happened in one word; it is the status when there is no better word."""
+    kind = ERROR_TYPES.get(status, "server_error")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code or status}})
 
 
-def error_event(message: str, kind: str = "server_error") -> bytes:
+def error_event(status: int, message: str, code: str) -> bytes:
     """A server-sent event that tells a streaming client that its answer broke off."""
-    return b"data: " + msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": 502}}) + b"\n\n"
+    return b"data: " + api_error(status, message, code) + b"\n\n"

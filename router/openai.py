@@ -63,6 +63,11 @@ class ApiBody(ChatFields, kw_only=True):
         return any(getattr(self, name) is not UNSET for name in STRIPPED)
 
     @property
+    def wants_special_tokens(self) -> bool:
+        """Whether a plain text prompt gets its model's special tokens; it does unless the client says no."""
+        return not (isinstance(self.add_special_tokens, Raw) and bytes(self.add_special_tokens) == b"false")
+
+    @property
     def session(self) -> str | None:
         """The end user's id, where the client gives one."""
         return _string(self.user)

@@ -15,18 +15,28 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from router.api import error_event
+from router.retry import Attempt, judge
 from router.sse import Scanner, Usage
 
 if TYPE_CHECKING:
     from engines.errors import EngineError
     from router.server import Exchange, Headers
-    from router.upstream import EngineConnection, ResponseHead
+    from router.upstream import ResponseHead
 
 MAX_HELD_BYTES: Final = 1024 * 1024
 
 HOP_BY_HOP: Final = frozenset(
-    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer")
-    + (b"transfer-encoding", b"upgrade")
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
 )
 
 
@@ -88,10 +98,6 @@ class Relay:
 
     # for the proxy
 
-    def attach(self, connection: EngineConnection) -> None:
-        """Let the client's socket slow the engine's."""
-        self.exchange.flow = connection
-
     def give_held(self) -> None:
         """Give the client the held answer after all: it is the best there is."""
         if self.head_seen is None:
@@ -101,6 +107,16 @@ class Relay:
         for piece in self._held:
             self.exchange.write(piece)
         self.exchange.end()
+
+    @property
+    def over(self) -> bool:
+        """The engine is done with this answer; its connection is back in the pool, or closed."""
+        return self.done.done() and not self.done.cancelled()
+
+    @property
+    def streamed(self) -> bool:
+        """The answer is a stream of events."""
+        return self._streamed
 
     @property
     def usage(self) -> Usage | None:
@@ -139,5 +155,6 @@ class Relay:
     def _break_off(self, error: EngineError) -> None:
         """Tell a streaming client in the stream, then end the connection improperly: it must not look complete."""
         if self._streamed:
-            self.exchange.write(b"\n\n" + error_event(f"the engine's answer broke off: {error}"))
+            verdict = judge(Attempt(error, client_bytes=max(1, self.bytes_sent)))
+            self.exchange.write(b"\n\n" + error_event(verdict.status, f"the answer broke off: {error}", verdict.code))
         self.exchange.abort()

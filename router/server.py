@@ -171,9 +171,9 @@ class Exchange:
         self.write(body)
         self.end()
 
-    def error(self, status: int, message: str, kind: str | None = None, headers: Headers | None = None) -> None:
+    def error(self, status: int, message: str, code: str | None = None, headers: Headers | None = None) -> None:
         """Send an error in the API's shape: the OpenAI one."""
-        self.respond(status, api_error(status, message, kind), headers=headers)
+        self.respond(status, api_error(status, message, code), headers=headers)
 
 
 Handler = Callable[[Exchange], Awaitable[None]]

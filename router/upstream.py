@@ -262,6 +262,11 @@ class EnginePool:
         """Sockets open, idle ones included."""
         return len(self._open)
 
+    @property
+    def streaming(self) -> bool:
+        """Whether an answer is coming in right now."""
+        return any(connection.stage == "stream" for connection in self._open)
+
     def take_idle(self) -> EngineConnection | None:
         """The most recently used idle connection that is still fresh, or None."""
         limit = self.loop.time() - IDLE_LIMIT_S

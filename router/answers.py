@@ -1,0 +1,144 @@
+"""What does the router answer by itself? Models, health, readiness, metrics, and why it would choose which engine."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qs
+
+import msgspec
+
+from router import openai
+from router.chooser import Choice, Chooser
+from router.metrics import CONTENT_TYPE
+from router.routes import INFERENCE, PromptForm, Route
+from router.scheduling.scheduler import NoCandidate
+
+if TYPE_CHECKING:
+    from router.fleet import Fleet
+    from router.intake import Intake
+    from router.metrics import Metrics
+    from router.server import Exchange
+
+Answer = Callable[["Exchange"], Awaitable[None]]
+
+
+class Answers:
+    """The router's own paths."""
+
+    def __init__(self, fleet: Fleet, intake: Intake, chooser: Chooser, metrics: Metrics, accepting: Callable[[], bool]) -> None:
+        """`accepting` tells whether new requests are taken: no longer, once the router is stopping."""
+        self._fleet = fleet
+        self._intake = intake
+        self._chooser = chooser
+        self._metrics = metrics
+        self._accepting = accepting
+        self._paths: Final[dict[bytes, tuple[str, Answer]]] = {
+            b"/v1/models": ("GET", self.models),
+            b"/health": ("GET", self.health),
+            b"/ready": ("GET", self.ready),
+            b"/metrics": ("GET", self.metrics),
+            b"/route": ("POST", self.route),
+        }
+
+    async def serve(self, exchange: Exchange) -> None:
+        """Answer any path that is not an engine's."""
+        path = exchange.path
+        if path.startswith(b"/v1/models/") and exchange.method in ("GET", "HEAD"):
+            self._model(exchange, path.removeprefix(b"/v1/models/").decode("utf-8", "replace"))
+            return
+        method, answer = self._paths.get(path, ("POST" if path in INFERENCE else "", None))
+        if not method:
+            exchange.error(404, f"no such path: {path.decode('utf-8', 'replace')}")
+        elif answer is None or exchange.method not in (method, "HEAD" if method == "GET" else method):
+            exchange.error(405, f"{exchange.method} is not allowed here; use {method}", headers=[(b"allow", method.encode())])
+        else:
+            await answer(exchange)
+
+    async def models(self, exchange: Exchange) -> None:
+        """Every model of every serving engine, once, as its engine describes it."""
+        exchange.respond(200, msgspec.json.encode({"object": "list", "data": [model.card for model in self._fleet.models()]}))
+
+    def _model(self, exchange: Exchange, model_id: str) -> None:
+        for model in self._fleet.models():
+            if model.id == model_id:
+                exchange.respond(200, bytes(model.card))
+                return
+        exchange.error(404, f"the model `{model_id}` does not exist")
+
+    async def health(self, exchange: Exchange) -> None:
+        """The process is alive; it says nothing about engines."""
+        exchange.respond(200, b'{"status":"ok"}')
+
+    async def ready(self, exchange: Exchange) -> None:
+        """Which models have an engine. 503 when none has, or, with `?model=M`, when M has none."""
+        wanted = parse_qs(exchange.query.decode("latin-1")).get("model")
+        models = {model: len(self._fleet.of_model(model)) for model in self._fleet.model_ids}
+        ready = self._accepting() and (all(models.get(model) for model in wanted) if wanted else bool(models))
+        waiting = [member.info.id for member in self._fleet.members.values() if not member.serving]
+        body = {"ready": ready, "models": models, "joining": waiting}
+        exchange.respond(200 if ready else 503, msgspec.json.encode(body))
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """The metrics page."""
+        exchange.respond(200, self._metrics.page(), CONTENT_TYPE)
+
+    async def route(self, exchange: Exchange) -> None:
+        """Which engine would take this body, and why; nothing is sent and nothing is counted.
+
+        The route is given as `?path=/v1/chat/completions`, or follows from the body: `messages` or `prompt`.
+        """
+        try:
+            route = _route_of(exchange)
+            asked = await self._intake.read(route, exchange.body, exchange.headers)
+            choice = self._chooser.decide(asked, set())
+        except openai.BadBody as error:
+            exchange.error(error.status, str(error))
+        except NoCandidate as error:
+            exchange.error(503, str(error))
+        else:
+            exchange.respond(200, msgspec.json.encode(explanation(choice)))
+
+
+def _route_of(exchange: Exchange) -> Route:
+    path = parse_qs(exchange.query.decode("latin-1")).get("path")
+    if path is not None:
+        route = INFERENCE.get(path[0].encode())
+        if route is None:
+            raise openai.BadBody(f"no such inference path: {path[0]}", 404)
+        return route
+    parsed = openai.parse(exchange.body)
+    if parsed.messages is not msgspec.UNSET:
+        return INFERENCE[b"/v1/chat/completions"]
+    if parsed.prompt is not msgspec.UNSET:
+        return INFERENCE[b"/v1/completions"]
+    return Route("", PromptForm.GENERATE)
+
+
+def explanation(choice: Choice) -> dict[str, Any]:
+    """A decision for people: the engine, the reason, and what every candidate would have cost."""
+    decision = choice.decision
+    return {
+        "engine": decision.chosen.endpoint.engine,
+        "rank": decision.chosen.endpoint.rank,
+        "policy": decision.policy,
+        "reason": decision.reason,
+        "model": choice.asked.request.model,
+        "prompt_tokens": choice.asked.request.prompt_tokens,
+        "untokenizable": choice.asked.request.untokenizable or None,
+        "overlap_tokens": choice.overlap_tokens,
+        "candidates": [
+            {
+                "engine": scored.candidate.endpoint.engine,
+                "rank": scored.candidate.endpoint.rank,
+                "cost": scored.cost,
+                "block_size": scored.candidate.block_size,
+                "prompt_blocks": scored.candidate.prompt_blocks,
+                "overlap": scored.candidate.overlap,
+                "load": scored.candidate.load,
+                "signal": scored.candidate.signal,
+            }
+            for scored in sorted(decision.scores, key=lambda scored: scored.cost)
+        ],
+        "rejected": [{"engine": e.engine, "rank": e.rank, "reason": reason} for e, reason in decision.rejected],
+    }

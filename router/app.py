@@ -1,0 +1,186 @@
+"""Builds everything and starts it. No logic: which part does what is told in the parts.
+
+Start:  broker → bus → event path → listener → monitor.         Stop:  listener (in-flight requests finish) → everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+import zmq.asyncio
+
+from discovery.broker import Broker
+from discovery.bus import Bus
+from discovery.logs import event
+from discovery.mirror import Mirror
+from discovery.monitor import Monitor
+from discovery.registry import Registry
+from discovery.relay import Relay as KvRelay
+from router.answers import Answers
+from router.caches import Caches
+from router.chooser import Chooser
+from router.fleet import Fleet
+from router.intake import Intake
+from router.load import LoadBook
+from router.membership import Membership
+from router.metrics import Metrics
+from router.prompts.book import PromptBook
+from router.proxy import Proxy
+from router.readings import Readings
+from router.routes import INFERENCE
+from router.scheduling.policies.kv import KvWeights
+from router.scheduling.scheduler import Scheduler
+from router.scheduling.table import load_policy
+from router.server import Exchange, Handler, Server
+from router.upstream import Timeouts
+
+if TYPE_CHECKING:
+    from router.settings import ServeSettings
+
+SWEEP_PERIOD_S = 0.25
+SWEEP_ENTRIES = 20_000
+"""About 2 ms of work a period."""
+
+log = logging.getLogger(__name__)
+clock = time.monotonic
+
+
+async def serve(settings: ServeSettings) -> None:
+    """Run the router until SIGINT or SIGTERM."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with running(settings) as url:
+        sys.stdout.write(msgspec.json.encode({"ready": True, "url": url}).decode() + "\n")
+        sys.stdout.flush()
+        await stop.wait()
+
+
+@contextlib.asynccontextmanager
+async def running(settings: ServeSettings) -> AsyncIterator[str]:
+    """A router that serves within the context; its URL. Raises OSError, BrokerError, BusUnreachable or PolicyNotLoaded."""
+    name, policy = load_policy(settings.policy, msgspec.convert(msgspec.structs.asdict(settings.kv), KvWeights))
+    scheduler = Scheduler(policy, name, settings.router_temperature, random.Random())
+    async with contextlib.AsyncExitStack() as stack:
+        broker = None if settings.nats else Broker()
+        if broker is not None:
+            stack.push_async_callback(broker.stop)
+        bus = Bus()
+        await bus.connect(settings.nats or await _started(broker), name="commutator")
+        stack.push_async_callback(bus.close)
+        session = await stack.enter_async_context(_control_session())
+        context = stack.enter_context(zmq.asyncio.Context())
+
+        fleet, metrics = Fleet(), Metrics()
+        caches, load = Caches(predicted_ttl_s=settings.predicted_ttl_s), LoadBook()
+        mirror = Mirror(bus, settings.namespace, caches, blind_after_s=settings.blind_after_s)
+        relay = KvRelay(bus, settings.namespace, context)
+        prompts = PromptBook(tokenizer=settings.tokenizer)
+        intake = Intake(fleet, prompts, session_header=settings.session_header.lower().encode(), tokenize=scheduler.uses_cache)
+        chooser = Chooser(fleet, caches, load, scheduler, mirror, clock=clock)
+
+        group = await stack.enter_async_context(_cancelled_at_exit())
+        membership = Membership(
+            fleet=fleet,
+            caches=caches,
+            load=load,
+            relay=relay,
+            mirror=mirror,
+            prompts=prompts,
+            timeouts=Timeouts(settings.connect_timeout_s, settings.response_head_timeout_s, settings.stream_idle_timeout_s),
+            session=session,
+            group=group,
+            clock=clock,
+        )
+        monitor = Monitor(
+            settings.engine,
+            Registry(),
+            session,
+            membership,
+            probe_period_s=settings.probe_period_s,
+            probe_timeout_s=settings.probe_timeout_s,
+        )
+        proxy = Proxy(intake, chooser, membership.lines, metrics, suspect=monitor.suspect, clock=clock)
+        answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: not server.stopping)
+        server = Server(_dispatch(proxy, answers), max_body_bytes=settings.max_body_bytes, grace_period_s=settings.grace_period_s)
+        metrics.read_from(Readings(fleet=fleet, caches=caches, load=load, mirror=mirror, relay=relay, bus=bus, server=server, clock=clock))
+        stack.push_async_callback(server.stop)
+        port = await server.listen(settings.host, settings.port)
+        group.create_task(relay.run(), name="relay")
+        group.create_task(mirror.run(), name="mirror")
+        group.create_task(monitor.run(), name="monitor")
+        group.create_task(server.run(), name="server")
+        group.create_task(_keep_house(caches, load, membership), name="housekeeping")
+        if broker is not None:
+            group.create_task(broker.run(), name="broker")
+        url = f"http://{_shown(settings.host)}:{port}"
+        event(log, logging.INFO, "serving", url=url, policy=name, engines=len(settings.engine), bus=bus.servers)
+        yield url
+
+
+async def _started(broker: Broker | None) -> str:
+    if broker is None:
+        raise AssertionError
+    return await broker.start()
+
+
+def _dispatch(proxy: Proxy, answers: Answers) -> Handler:
+    """Inference paths to the proxy, everything else to the router's own answers."""
+
+    async def handle(exchange: Exchange) -> None:
+        if exchange.path in INFERENCE and exchange.method == "POST":
+            await proxy.serve(exchange)
+        else:
+            await answers.serve(exchange)
+
+    return handle
+
+
+async def _keep_house(caches: Caches, load: LoadBook, membership: Membership) -> None:
+    """Time-outs of engines, and memory given back, in slices that the loop does not notice."""
+    while True:
+        await asyncio.sleep(SWEEP_PERIOD_S)
+        for line in membership.lines.values():
+            line.pool.sweep(clock())
+        caches.sweep(SWEEP_ENTRIES)
+        caches.expire(clock(), SWEEP_ENTRIES)
+        load.sweep(SWEEP_ENTRIES)
+
+
+class _Leaving(Exception):
+    """Ends the task group from inside."""
+
+
+@contextlib.asynccontextmanager
+async def _cancelled_at_exit() -> AsyncIterator[asyncio.TaskGroup]:
+    """The one task group of the process: leaving ends every task in it, and a task that fails ends the process."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+            raise _Leaving  # noqa: TRY301  the only way to end a task group from inside
+    except* _Leaving:
+        pass
+
+
+def _control_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False, trust_env=False
+    )
+
+
+def _shown(host: str) -> str:
+    """An address that a client on this host can use."""
+    if host in ("0.0.0.0", "::", ""):  # noqa: S104  compared, not bound
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host

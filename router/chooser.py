@@ -1,0 +1,156 @@
+"""From a request that has been read to an endpoint that is counted: what every engine holds and carries, put to the policy.
+
+Nothing here waits, so what was decided still holds when it is reserved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import msgspec
+
+from discovery.signal import Signal
+from engines.types import Endpoint
+from router.caches import Caches
+from router.fleet import Fleet, Member
+from router.intake import Asked
+from router.load import LoadBook, Reservation
+from router.scheduling.scheduler import Scheduler
+from router.scheduling.types import Candidate, Decision, Overlap
+
+NOTHING: Final = Overlap()
+ASSUMED_BLOCK_SIZE: Final = 16
+"""For counting load on an engine that has not said its block size; nothing is believed cached there meanwhile."""
+
+
+class Signals(Protocol):
+    """What discovery knows of each endpoint's events: the mirror."""
+
+    def signal(self, endpoint: Endpoint, now: float) -> Signal:
+        """How far its part of the index can be believed."""
+        ...
+
+    def block_size(self, endpoint: Endpoint) -> int | None:
+        """Tokens per block, as its events show it."""
+        ...
+
+    def served(self, endpoint: Endpoint, now: float, new_blocks: int, *, sent_at: float | None = None) -> None:
+        """A prompt with so many blocks not known to be cached, sent at `sent_at`, has got its first token: events should follow."""
+        ...
+
+
+class _View(msgspec.Struct, frozen=True):
+    """An endpoint, with the prompt as it counts it."""
+
+    member: Member
+    endpoint: Endpoint
+    block_size: int
+    keys: list[int]
+    signal: Signal
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """Where a request goes, and what follows from that."""
+
+    asked: Asked
+    decision: Decision
+    member: Member
+    keys: list[int]
+    """The prompt's blocks, in the chosen endpoint's block size."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The endpoint chosen."""
+        return self.decision.chosen.endpoint
+
+    @property
+    def overlap_tokens(self) -> int:
+        """Prompt tokens believed to be in the endpoint's cache, in any tier."""
+        chosen = self.decision.chosen
+        return (chosen.overlap.device + chosen.overlap.host + chosen.overlap.disk) * chosen.block_size
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Prompt tokens the endpoint will have to compute, as far as is known."""
+        return max(0, self.asked.request.prompt_tokens - self.overlap_tokens)
+
+    @property
+    def new_blocks(self) -> int:
+        """Blocks that the endpoint should announce once it has computed this prompt."""
+        return len(self.keys) - self.decision.chosen.overlap.device
+
+
+class Chooser:
+    """Puts requests to the policy, and counts what it chose."""
+
+    def __init__(
+        self, fleet: Fleet, caches: Caches, load: LoadBook, scheduler: Scheduler, signals: Signals, *, clock: Callable[[], float]
+    ) -> None:
+        self._fleet = fleet
+        self._caches = caches
+        self._load = load
+        self._scheduler = scheduler
+        self._signals = signals
+        self._clock = clock
+
+    def decide(self, asked: Asked, tried: set[str]) -> Choice:
+        """Choose an endpoint among engines not in `tried`. Raises NoCandidate when none is left, PolicyError when the policy fails."""
+        now = self._clock()
+        members, rejected = self._fleet.eligible(asked.members, tried, now)
+        seen = [self._see(member, endpoint, asked, now) for member in members for endpoint in member.info.endpoints]
+        overlaps, in_flight = self._match(asked, seen)
+        candidates = [
+            Candidate(
+                endpoint=view.endpoint,
+                block_size=view.block_size,
+                prompt_blocks=len(view.keys),
+                new_blocks=len(view.keys) - in_flight.get(view.endpoint, 0),
+                overlap=overlaps.get(view.endpoint, NOTHING),
+                load=self._load.load(view.endpoint, now),
+                signal=view.signal,
+            )
+            for view in seen
+        ]
+        decision = self._scheduler.decide(asked.request, candidates, rejected, now)
+        chosen = next(view for view in seen if view.endpoint == decision.chosen.endpoint)
+        return Choice(asked, decision, chosen.member, chosen.keys)
+
+    def reserve(self, choice: Choice) -> Reservation:
+        """Count the request on its endpoint, until the reservation is released."""
+        return self._load.reserve(choice.endpoint, choice.keys, choice.uncached_tokens)
+
+    def first_token(self, choice: Choice, reservation: Reservation, sent_at: float) -> None:
+        """The prompt has been computed: it is in the endpoint's cache now, and events should say so."""
+        now = self._clock()
+        reservation.first_token()
+        if choice.keys:
+            self._caches.sent(choice.endpoint, choice.keys, now)
+            self._signals.served(choice.endpoint, now, choice.new_blocks, sent_at=sent_at)
+
+    def _see(self, member: Member, endpoint: Endpoint, asked: Asked, now: float) -> _View:
+        block_size = self._signals.block_size(endpoint) or member.info.block_size
+        keys = asked.keys(member.info.id, block_size) if block_size else []
+        return _View(member, endpoint, block_size or ASSUMED_BLOCK_SIZE, keys, self._signals.signal(endpoint, now))
+
+    def _match(self, asked: Asked, seen: list[_View]) -> tuple[dict[Endpoint, Overlap], dict[Endpoint, int]]:
+        """What each endpoint has of the prompt, and how many of its leading blocks are in flight there.
+
+        One look-up serves all endpoints whose keys are the same list: normally all of them.
+        """
+        overlaps: dict[Endpoint, Overlap] = {}
+        in_flight: dict[Endpoint, int] = {}
+        if not asked.tokens:
+            return overlaps, in_flight
+        groups: dict[int, list[_View]] = {}
+        for view in seen:
+            if view.keys:
+                groups.setdefault(id(view.keys), []).append(view)
+        for views in groups.values():
+            keys = views[0].keys
+            running = self._load.in_flight(keys)
+            believed = [view.endpoint for view in views if view.signal.believed]
+            unbelieved = [view.endpoint for view in views if not view.signal.believed]
+            overlaps |= self._caches.overlaps(keys, believed, unbelieved, running)
+            in_flight |= {view.endpoint: running[view.endpoint] for view in views if view.endpoint in running}
+        return overlaps, in_flight

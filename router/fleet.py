@@ -1,0 +1,116 @@
+"""Which engines can be routed to, and for which models? The router's own list of members.
+
+An engine is *joining* until its tokenizer has been checked and its cache is known, then *serving*; a *draining* one finishes what
+it has. Engines of one model may differ in everything else: kind, block size, adapters, the ids they go by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from engines.types import Endpoint, EngineInfo, Model
+from router.scheduling.types import Rejection
+
+
+class Member:
+    """One engine and what the router holds against it."""
+
+    __slots__ = ("cooling_until", "draining", "info", "serving", "suspected", "tokenizer_line")
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+        self.serving = False
+        self.draining = False
+        self.suspected = False
+        """A connection to it failed, and it has not been seen alive since."""
+        self.cooling_until = 0.0
+        """It answered 429 or 503: left alone until then, monotonic seconds."""
+        self.tokenizer_line = ""
+
+    def rejection(self, now: float) -> Rejection | None:
+        """Why nothing new may be sent here, or None."""
+        if self.draining:
+            return Rejection.DRAINING
+        if self.suspected:
+            return Rejection.EJECTED
+        if self.cooling_until > now:
+            return Rejection.COOLING
+        return None
+
+
+class Fleet:
+    """The members, and an index of them by model."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Member] = {}
+        self._by_model: dict[str, list[Member]] = {}
+        self._adapters: dict[str, str | None] = {}
+
+    def add(self, info: EngineInfo) -> Member:
+        """An engine has joined; it takes no requests before `serve`."""
+        member = Member(info)
+        self.members[info.id] = member
+        return member
+
+    def serve(self, engine_id: str) -> None:
+        """The engine may be chosen from now on."""
+        self.members[engine_id].serving = True
+        self._rebuild()
+
+    def update(self, info: EngineInfo) -> None:
+        """The engine tells something new about itself, such as another list of models; its cache is what it was."""
+        self.members[info.id].info = info
+        self._rebuild()
+
+    def remove(self, engine_id: str) -> None:
+        """The engine is gone."""
+        if self.members.pop(engine_id, None) is not None:
+            self._rebuild()
+
+    def of_model(self, model: str) -> list[Member]:
+        """Serving engines that offer the model; empty when none does."""
+        return self._by_model.get(model, [])
+
+    def adapter(self, model: str) -> str | None:
+        """The LoRA adapter that a model id stands for, or None for a base model."""
+        return self._adapters.get(model)
+
+    def models(self) -> Iterator[Model]:
+        """Every model served now, once each: the first engine's entry."""
+        for model, members in self._by_model.items():
+            yield next(entry for entry in members[0].info.models if entry.id == model)
+
+    @property
+    def model_ids(self) -> Iterable[str]:
+        """Ids of all models served now."""
+        return self._by_model.keys()
+
+    def eligible(self, members: list[Member], tried: set[str], now: float) -> tuple[list[Member], list[tuple[Endpoint, Rejection]]]:
+        """Members that may be chosen for a request that has already been to `tried`, and the others with the reason.
+
+        When all that are left are suspected or cooling, they are eligible after all: a try is better than a sure refusal.
+        """
+        eligible = []
+        doubtful = []
+        rejected = []
+        for member in members:
+            rejection = Rejection.EXCLUDED if member.info.id in tried else member.rejection(now)
+            if rejection is None:
+                eligible.append(member)
+                continue
+            if rejection in (Rejection.EJECTED, Rejection.COOLING):
+                doubtful.append(member)
+            rejected += [(endpoint, rejection) for endpoint in member.info.endpoints]
+        if doubtful and not eligible:
+            endpoints = {endpoint for member in doubtful for endpoint in member.info.endpoints}
+            return doubtful, [(endpoint, rejection) for endpoint, rejection in rejected if endpoint not in endpoints]
+        return eligible, rejected
+
+    def _rebuild(self) -> None:
+        self._by_model = {}
+        self._adapters = {}
+        for member in self.members.values():
+            if member.serving:
+                for model in member.info.models:
+                    self._by_model.setdefault(model.id, []).append(member)
+                    self._adapters[model.id] = model.id if model.parent is not None else None

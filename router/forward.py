@@ -1,0 +1,95 @@
+"""What is sent to an engine: the client's request, less what must not pass, plus what only the router may say.
+
+Headers pass unless they belong to the connection, name a destination or a rank, or are the client's key where the engine has its
+own. The body passes as it is.
+"""
+
+from __future__ import annotations
+
+import ssl
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from engines import sglang, vllm
+from engines.types import EngineInfo, EngineKind
+from router.relay import HOP_BY_HOP
+from router.upstream import EnginePool, Timeouts
+
+if TYPE_CHECKING:
+    from router.server import Headers
+
+ONE_WRITE_BYTES: Final = 64 * 1024
+"""Up to here, copying a body behind its head costs less than a second system call."""
+
+NOT_FORWARDED: Final = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"x-data-parallel-rank",
+    b"x-data-parallel-host-port",
+    b"x-prefiller-host-port",
+    b"x-prefill-host-port",
+    b"x-worker-instance-id",
+    b"x-prefill-instance-id",
+    b"x-decode-instance-id",
+    b"x-gateway-destination-endpoint",
+    b"x-commutator-explain",
+}
+"""Set by the router if at all: clients choose neither engine nor rank."""
+NOT_FORWARDED_PREFIXES: Final = (b"x-override-", b"x-commutator-")
+
+
+class EngineHead:
+    """Builds request heads for one engine; what does not change per request is made once."""
+
+    __slots__ = ("_fixed", "_has_key")
+
+    def __init__(self, host: str, port: int, api_key: str | None) -> None:
+        host = f"[{host}]" if ":" in host else host
+        self._fixed = f"host: {host}:{port}\r\n".encode("latin-1")
+        self._has_key = api_key is not None
+        if api_key is not None:
+            self._fixed += b"authorization: Bearer " + api_key.encode("latin-1") + b"\r\n"
+
+    def build(self, path: bytes, query: bytes, headers: Headers, body_length: int, rank_header: bytes) -> bytes:
+        """The head of a POST. `rank_header` is a whole header line, or empty."""
+        parts = [b"POST ", path, b"?" + query if query else b"", b" HTTP/1.1\r\n", self._fixed, rank_header]
+        named = _named_by_connection(headers)
+        for name, value in headers:
+            if name in NOT_FORWARDED or name in named or name.startswith(NOT_FORWARDED_PREFIXES):
+                continue
+            if self._has_key and name in (b"authorization", b"x-api-key"):
+                continue
+            parts += (name, b": ", value, b"\r\n")
+        parts.append(b"content-length: %d\r\n\r\n" % body_length)
+        return b"".join(parts)
+
+
+def _named_by_connection(headers: Headers) -> tuple[bytes, ...]:
+    """Headers that `Connection:` itself names as belonging to this hop."""
+    for name, value in headers:
+        if name == b"connection":
+            return tuple(token.strip().lower() for token in value.split(b","))
+    return ()
+
+
+class Line:
+    """How requests reach one engine: its connections, its head, its way of naming a rank."""
+
+    __slots__ = ("_head", "_rank_headers", "pool")
+
+    def __init__(self, info: EngineInfo, timeouts: Timeouts) -> None:
+        url = urlsplit(info.id)
+        host, port = url.hostname or "", url.port or 80
+        self.pool = EnginePool(host, port, timeouts, ssl.create_default_context() if url.scheme == "https" else None)
+        self._head = EngineHead(host, port, info.spec.api_key)
+        pin_headers = vllm.pin_headers if info.kind is EngineKind.VLLM else sglang.pin_headers
+        self._rank_headers = {
+            rank: b"".join(f"{name}: {value}\r\n".encode("latin-1") for name, value in pin_headers(info, rank).items())
+            for rank in info.ranks
+        }
+
+    def request(self, path: bytes, query: bytes, headers: Headers, body: bytes, rank: int) -> list[bytes]:
+        """A whole request, as the pieces to write."""
+        head = self._head.build(path, query, headers, len(body), self._rank_headers[rank])
+        return [head + body] if len(body) < ONE_WRITE_BYTES else [head, body]

@@ -1,0 +1,120 @@
+"""What is being asked? From a request's bytes to everything that choosing an engine needs to know of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engines.blocks import block_keys, pack_tokens, root_seed
+from router import openai
+from router.fleet import Fleet, Member
+from router.prompts.book import PromptBook, Tokens
+from router.prompts.errors import NotRenderable, PromptRejected
+from router.routes import PromptForm, Route
+from router.scheduling.types import RoutingRequest
+
+
+class Asked(msgspec.Struct):
+    """One request, read."""
+
+    route: Route
+    body: bytes
+    """As it will be sent: the client's bytes, less what must not pass."""
+    members: list[Member]
+    """Engines that offer the model and the route."""
+    request: RoutingRequest
+    tokens: dict[str, Tokens]
+    """The prompt's ids, by engine; engines that agree share one object. Empty when it was not tokenized."""
+    root: int
+    """Seed of the prompt's first block key."""
+    made: dict[tuple[int, int], list[int]] = {}
+    """Block keys already made, by identity of the ids and block size."""
+
+    def keys(self, engine_id: str, block_size: int) -> list[int]:
+        """The prompt's block keys as an engine counts blocks; the same list for engines that share ids and block size."""
+        tokens = self.tokens.get(engine_id)
+        if tokens is None:
+            return []
+        at = (id(tokens), block_size)
+        keys = self.made.get(at)
+        if keys is None:
+            keys = self.made[at] = block_keys(tokens.packed, block_size, self.root)
+        return keys
+
+
+class Intake:
+    """Reads requests."""
+
+    def __init__(self, fleet: Fleet, prompts: PromptBook, *, session_header: bytes, tokenize: bool) -> None:
+        """`tokenize` False: the policy in use does not look at prompts."""
+        self._fleet = fleet
+        self._prompts = prompts
+        self._session_header = session_header
+        self._tokenize = tokenize
+
+    async def read(self, route: Route, body: bytes, headers: list[tuple[bytes, bytes]]) -> Asked:
+        """Parse, find the model's engines, tokenize. Raises `openai.BadBody` with the status and words for the client."""
+        content_type = session = None
+        for name, value in headers:
+            if name == b"content-type":
+                content_type = value
+            elif name == self._session_header:
+                session = value.decode("latin-1")
+        parsed = openai.parse(body, content_type)
+        model, members = self._engines_for(route, parsed.model)
+        if parsed.must_strip:
+            body = openai.strip(body)
+        tokens: dict[str, Tokens] = {}
+        reason = "the policy does not look at prompts"
+        if self._tokenize:
+            try:
+                tokens, reason = await self._tokens(route, parsed, members)
+            except PromptRejected as error:
+                raise openai.BadBody(f"the model's chat template rejects this conversation: {error.message}") from None
+        count = max((shared.count for shared in tokens.values()), default=0)
+        return Asked(
+            route=route,
+            body=body,
+            members=members,
+            request=RoutingRequest(model, count, "" if count else reason, session or parsed.session),
+            tokens=tokens,
+            root=root_seed(self._fleet.adapter(model), parsed.salt),
+        )
+
+    def _engines_for(self, route: Route, model: str | None) -> tuple[str, list[Member]]:
+        if model is None:
+            ids = list(self._fleet.model_ids)
+            if not ids:
+                raise openai.BadBody("no engine is ready", 503)
+            bases = {member.info.models[0].id for member in self._fleet.members.values() if member.serving and member.info.models}
+            if len(bases) > 1:
+                raise openai.BadBody(f"the field `model` is required: this router serves {', '.join(sorted(ids))}")
+            model = min(bases)
+        members = self._fleet.of_model(model)
+        if not members:
+            if not self._fleet.model_ids:
+                raise openai.BadBody("no engine is ready", 503)
+            raise openai.BadBody(f"the model `{model}` does not exist; this router serves {', '.join(sorted(self._fleet.model_ids))}", 404)
+        able = [member for member in members if member.info.kind in route.engines]
+        if not able:
+            kinds = " or ".join(sorted(route.engines))
+            raise openai.BadBody(f"{route.path} is only offered by {kinds}, and no such engine serves `{model}`", 501)
+        return model, able
+
+    async def _tokens(self, route: Route, parsed: openai.ApiBody, members: list[Member]) -> tuple[dict[str, Tokens], str]:
+        """The prompt's ids by engine; when there are none, why."""
+        if route.form is PromptForm.UNREAD:
+            return {}, f"prompts of {route.path} are not read"
+        engines = [member.info.id for member in members]
+        try:
+            if route.form is PromptForm.CHAT:
+                prompt = await self._prompts.tokens_chat(engines, parsed)
+            else:
+                plain = openai.completion_prompt(parsed) if route.form is PromptForm.COMPLETION else openai.generate_prompt(parsed)
+                if plain is None:
+                    return {}, "the body has no prompt of a known form"
+                if plain.ids is not None:
+                    return dict.fromkeys(engines, Tokens(pack_tokens(plain.ids), "local")), ""
+                prompt = await self._prompts.tokens_text(engines, plain.text or "", add_special_tokens=parsed.wants_special_tokens)
+        except NotRenderable as error:
+            return {}, error.reason
+        return prompt.tokens, next(iter(prompt.reasons.values()), "")

@@ -1,0 +1,134 @@
+"""What happens when an engine joins, changes or leaves: every room that keeps something about it is told, in one place.
+
+joined ──▶ connections, caches, events ──▶ tokenizer checked, cache known ──▶ serving
+left   ──▶ the same rooms, in reverse; requests in flight there may still end well
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from discovery.logs import event
+from engines.client import EngineClient
+from router.forward import Line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import aiohttp
+
+    from discovery.mirror import Mirror
+    from discovery.relay import Relay
+    from engines.metrics import EngineLoad
+    from engines.types import EngineInfo
+    from router.caches import Caches
+    from router.fleet import Fleet
+    from router.load import LoadBook
+    from router.prompts.book import PromptBook
+    from router.upstream import Timeouts
+
+CACHE_KNOWN_WITHIN_S: Final = 5.0
+"""How long an engine's first snapshot is waited for; after that it serves all the same, and its signal says what is missing."""
+POLL_S: Final = 0.02
+PARITY_TIMEOUT_S: Final = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class Membership:
+    """Hears of engines from the monitor; `lines` is how the proxy reaches them."""
+
+    def __init__(  # noqa: PLR0913  it is the one place that knows every room an engine has a part in
+        self,
+        *,
+        fleet: Fleet,
+        caches: Caches,
+        load: LoadBook,
+        relay: Relay,
+        mirror: Mirror,
+        prompts: PromptBook,
+        timeouts: Timeouts,
+        session: aiohttp.ClientSession,
+        group: asyncio.TaskGroup,
+        clock: Callable[[], float],
+    ) -> None:
+        self.lines: dict[str, Line] = {}
+        self._fleet = fleet
+        self._caches = caches
+        self._load = load
+        self._relay = relay
+        self._mirror = mirror
+        self._prompts = prompts
+        self._timeouts = timeouts
+        self._session = session
+        self._group = group
+        self._clock = clock
+        self._joining: dict[str, asyncio.Task[None]] = {}
+
+    # discovery.watch.Listener
+
+    def joined(self, info: EngineInfo) -> None:
+        """Prepare everything for the engine; it serves once its tokenizer has been checked and its cache is known."""
+        self._fleet.add(info)
+        self.lines[info.id] = Line(info, self._timeouts)
+        for endpoint in info.endpoints:
+            self._caches.add(endpoint, info.total_blocks)
+        self._mirror.expect(info)
+        self._relay.follow(info)
+        self._joining[info.id] = self._group.create_task(self._admit(info), name=f"admit {info.id}")
+
+    def changed(self, info: EngineInfo) -> None:
+        """Its list of models is another."""
+        self._fleet.update(info)
+
+    def left(self, info: EngineInfo, reason: str) -> None:  # noqa: ARG002  the watch has logged it
+        """Forget the engine everywhere."""
+        joining = self._joining.pop(info.id, None)
+        if joining is not None:
+            joining.cancel()
+        self._fleet.remove(info.id)
+        self._relay.unfollow(info.id)
+        self._mirror.forget(info.id)
+        self._prompts.leave(info.id)
+        for endpoint in info.endpoints:
+            self._caches.discard(endpoint)
+            self._load.forget(endpoint)
+        self.lines.pop(info.id).pool.close()
+
+    def load(self, engine_id: str, load: dict[int, EngineLoad]) -> None:
+        """It has answered: it is alive, and this is what it carries."""
+        member = self._fleet.members.get(engine_id)
+        if member is None:
+            return
+        member.suspected = False
+        now = self._clock()
+        for endpoint in member.info.endpoints:
+            if endpoint.rank in load:
+                reported = load[endpoint.rank]
+                self._load.report(endpoint, reported.running, reported.waiting, reported.kv_usage, now)
+
+    def busy(self, engine_id: str) -> bool:
+        """Whether requests of ours are in flight there."""
+        line = self.lines.get(engine_id)
+        return line is not None and line.pool.streaming
+
+    # inside
+
+    async def _admit(self, info: EngineInfo) -> None:
+        client = EngineClient.of(self._session, info.spec, timeout_s=PARITY_TIMEOUT_S)
+
+        async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            answer = await client.post_json(path, body)
+            return answer if isinstance(answer, dict) else {}
+
+        status = await self._prompts.join(info, post)
+        deadline = self._clock() + CACHE_KNOWN_WITHIN_S
+        while not all(self._mirror.ready(endpoint) for endpoint in info.endpoints) and self._clock() < deadline:  # noqa: ASYNC110  rare
+            await asyncio.sleep(POLL_S)  # the mirror has no waiters to wake: an engine joins rarely, a batch comes often
+        member = self._fleet.members[info.id]
+        member.tokenizer_line = status.line
+        self._fleet.serve(info.id)
+        self._joining.pop(info.id, None)
+        event(log, logging.INFO, "engine serves", engine=info.id, tokenizer=status.line)

@@ -1,0 +1,223 @@
+"""The life of one request, from the client's last byte to the engine's.
+
+read ──▶ decide ─ reserve ──▶ send ──▶ relay … ──▶ release
+▲                  │
+└── another engine ┘  only while no byte of an answer has reached the client, and only if `retry` allows it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
+
+from discovery.logs import event
+from engines.errors import EngineError, EngineUnreachable
+from router import openai
+from router.relay import Relay
+from router.retry import Answered, Attempt, End, Next, Verdict, judge
+from router.routes import INFERENCE
+from router.scheduling.scheduler import NoCandidate, PolicyError
+
+if TYPE_CHECKING:
+    from router.chooser import Choice, Chooser
+    from router.forward import Line
+    from router.intake import Asked, Intake
+    from router.load import Reservation
+    from router.metrics import Metrics
+    from router.server import Exchange, Headers
+    from router.upstream import ResponseHead
+
+CLIENT_LEFT: Final = 499
+"""What a request is logged as whose client left; never sent to anybody."""
+
+log = logging.getLogger(__name__)
+
+
+class Trip:
+    """What there will be to say about a request at its end."""
+
+    __slots__ = ("asked", "choice", "failure", "first_token_at", "left", "relay", "started", "tries")
+
+    def __init__(self, started: float) -> None:
+        self.started = started
+        self.asked: Asked | None = None
+        self.choice: Choice | None = None
+        """The latest one."""
+        self.relay: Relay | None = None
+        self.first_token_at: float | None = None
+        self.tries = 0
+        self.failure = ""
+        self.left = False
+
+
+class Proxy:
+    """Serves inference requests."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        chooser: Chooser,
+        lines: Mapping[str, Line],
+        metrics: Metrics,
+        *,
+        suspect: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`suspect` is told the id of an engine that failed to answer."""
+        self._intake = intake
+        self._chooser = chooser
+        self._lines = lines
+        self._metrics = metrics
+        self._suspect = suspect
+        self._clock = clock
+
+    async def serve(self, exchange: Exchange) -> None:
+        """Answer one request, whatever happens, and say one line about it."""
+        trip = Trip(self._clock())
+        try:
+            trip.asked = await self._intake.read(INFERENCE[exchange.path], exchange.body, exchange.headers)
+            await self._try_engines(exchange, trip, trip.asked)
+        except asyncio.CancelledError:
+            trip.left = True
+            raise
+        except openai.BadBody as error:
+            trip.failure = str(error)
+            exchange.error(error.status, str(error))
+        except PolicyError as error:
+            trip.failure = str(error)
+            exchange.error(500, str(error), "policy_error")
+        finally:
+            self._conclude(exchange, trip)
+
+    async def _try_engines(self, exchange: Exchange, trip: Trip, asked: Asked) -> None:
+        """Send to one engine after another until the client has an answer."""
+        tried: set[str] = set()
+        best: tuple[Verdict, Relay] | None = None
+        repeats = 0
+        while True:
+            try:
+                choice = trip.choice = self._chooser.decide(asked, tried)
+            except NoCandidate as error:
+                trip.failure = trip.failure or str(error)
+                self._give_up(exchange, str(error), best)
+                return
+            with self._chooser.reserve(choice) as reservation:
+                attempt = await self._send(exchange, trip, choice, reservation)
+                while attempt is not None and (verdict := judge(attempt)).next is Next.SAME_ENGINE:
+                    repeats += verdict.repeats
+                    self._metrics.retried(verdict.code)
+                    attempt = await self._send(exchange, trip, choice, reservation, repeats=repeats)
+            if attempt is None:
+                return
+            self._hold_against(choice, verdict)
+            repeats += verdict.repeats
+            trip.failure = str(attempt.failure) if isinstance(attempt.failure, EngineError) else f"answered {verdict.status}"
+            if verdict.end is End.BREAK:
+                return
+            if trip.relay is not None and (best is None or verdict.end is End.ENGINE_ANSWER):
+                best = verdict, trip.relay
+            if verdict.next is Next.STOP:
+                self._give_up(exchange, trip.failure, best)
+                return
+            tried.add(choice.endpoint.engine)
+            self._metrics.retried(verdict.code or str(verdict.status))
+
+    async def _send(self, exchange: Exchange, trip: Trip, choice: Choice, reservation: Reservation, *, repeats: int = 0) -> Attempt | None:
+        """One attempt at one engine; None when the client has its whole answer, else what went wrong."""
+        sent_at = self._clock()
+
+        def first_token() -> None:
+            trip.first_token_at = self._clock()
+            self._chooser.first_token(choice, reservation, sent_at)
+
+        trip.tries += 1
+        explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []
+        relay = trip.relay = Relay(exchange, lambda status: status not in (429, 503), explained, first_token)
+        line = self._lines.get(choice.endpoint.engine)
+        if line is None:
+            return Attempt(EngineUnreachable("the engine has just left"), repeats=repeats)
+        request = line.request(exchange.path, exchange.query, exchange.headers, choice.asked.body, choice.endpoint.rank)
+        connection = line.pool.take_idle() if repeats == 0 else None
+        try:
+            connection = connection or await line.pool.connect()
+        except EngineUnreachable as error:
+            return Attempt(error, repeats=repeats)
+        reused = connection.reused
+        exchange.flow = connection
+        connection.send(request, relay)
+        try:
+            await relay.done
+        finally:
+            exchange.flow = None
+            if not relay.over:
+                connection.abandon()
+        if relay.error is not None:
+            return Attempt(relay.error, reused=reused, client_bytes=int(exchange.started), repeats=repeats)
+        if relay.head_seen is not None and not relay.accepted:
+            return Attempt(Answered(relay.head_seen.status, _retry_after(relay.head_seen)), repeats=repeats)
+        return None
+
+    def _hold_against(self, choice: Choice, verdict: Verdict) -> None:
+        """What a failed attempt means for the engine."""
+        if verdict.cool_down_s is not None:
+            choice.member.cooling_until = self._clock() + verdict.cool_down_s
+        if verdict.blames_engine:
+            choice.member.suspected = verdict.next is Next.ELSEWHERE
+            self._suspect(choice.endpoint.engine)
+
+    def _give_up(self, exchange: Exchange, why: str, best: tuple[Verdict, Relay] | None) -> None:
+        """No engine will answer: give the client the most telling failure there was."""
+        if best is None:
+            exchange.error(503, why, "no_engine")
+        elif best[0].end is End.ENGINE_ANSWER:
+            best[1].give_held()
+        else:
+            exchange.error(best[0].status, f"{why}", best[0].code)
+
+    def _conclude(self, exchange: Exchange, trip: Trip) -> None:
+        """Count and log; a client that left is 499."""
+        now = self._clock()
+        status = CLIENT_LEFT if trip.left else exchange.status
+        self._metrics.ended(exchange.path, status, now - trip.started)
+        fields: dict[str, object] = {"path": exchange.path.decode("latin-1"), "status": status, "duration_s": round(now - trip.started, 6)}
+        if trip.asked is not None:
+            fields |= {"model": trip.asked.request.model, "prompt_tokens": trip.asked.request.prompt_tokens}
+        if trip.choice is not None:
+            decision = trip.choice.decision
+            fields |= {"engine": decision.chosen.endpoint.engine, "rank": decision.chosen.endpoint.rank, "reason": decision.reason.value}
+            fields |= {"overlap_tokens": trip.choice.overlap_tokens, "tries": trip.tries}
+            self._metrics.decided(decision)
+            self._metrics.prompt(trip.choice.asked.request.prompt_tokens, trip.choice.overlap_tokens)
+        if trip.first_token_at is not None:
+            fields["ttft_s"] = round(trip.first_token_at - trip.started, 6)
+            if trip.relay is not None and trip.relay.streamed:
+                self._metrics.first_token(trip.first_token_at - trip.started)
+        usage = trip.relay.usage if trip.relay is not None else None
+        if usage is not None:
+            fields |= {"completion_tokens": usage.completion_tokens, "cached_tokens": usage.cached_tokens}
+            self._metrics.cached(usage.cached_tokens or 0)
+        if trip.failure:
+            fields["failure"] = trip.failure
+        event(log, logging.INFO, "request", **fields)
+
+
+def _explain_headers(choice: Choice) -> Headers:
+    """Why this engine, for a client that asked (`x-commutator-explain: 1`)."""
+    decision = choice.decision
+    told = {
+        "engine": decision.chosen.endpoint.engine,
+        "rank": decision.chosen.endpoint.rank,
+        "policy": decision.policy,
+        "reason": decision.reason.value,
+        "signal": decision.chosen.signal.state.value,
+        "prompt-tokens": choice.asked.request.prompt_tokens,
+        "overlap-tokens": choice.overlap_tokens,
+    }
+    return [(b"x-commutator-" + name.encode(), str(value).encode()) for name, value in told.items()]
+
+
+def _retry_after(head: ResponseHead) -> float | None:
+    value = head.header(b"retry-after")
+    return float(value) if value is not None and value.isdigit() else None

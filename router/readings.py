@@ -1,0 +1,128 @@
+"""What do the rooms say of themselves when the metrics page is asked for? Gauges and counters read off, none kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from discovery.signal import SignalState
+from engines.types import Tier
+
+if TYPE_CHECKING:
+    from discovery.bus import Bus
+    from discovery.mirror import Mirror
+    from discovery.relay import Relay
+    from engines.types import Endpoint
+    from router.caches import Caches
+    from router.fleet import Fleet
+    from router.load import LoadBook
+    from router.metrics import Reading
+    from router.server import Server
+
+ENDPOINT = ("engine", "rank")
+
+
+class Readings:
+    """Reads the fleet, the caches, the load book, the event path and the listener."""
+
+    def __init__(  # noqa: PLR0913  it reads every room once
+        self,
+        *,
+        fleet: Fleet,
+        caches: Caches,
+        load: LoadBook,
+        mirror: Mirror,
+        relay: Relay,
+        bus: Bus,
+        server: Server,
+        clock: Callable[[], float],
+    ) -> None:
+        self._fleet = fleet
+        self._caches = caches
+        self._load = load
+        self._mirror = mirror
+        self._relay = relay
+        self._bus = bus
+        self._server = server
+        self._clock = clock
+
+    def __call__(self) -> Iterator[Reading]:
+        """Every family, as it stands now."""
+        now = self._clock()
+        endpoints = [endpoint for member in self._fleet.members.values() for endpoint in member.info.endpoints]
+        yield from self._engines(now)
+        yield from self._endpoints(endpoints, now)
+        yield from self._events()
+        yield "router_index_blocks", "Entries in all prefix tables.", (), [((), len(self._caches))]
+        yield "router_index_bytes", "Memory of all prefix tables, estimated.", (), [((), self._caches.memory_bytes())]
+        yield "router_index_refused_total", "Blocks not taken in because a table was full.", (), [((), self._caches.refused)]
+        yield "router_connections", "Client connections open.", (), [((), len(self._server.connections))]
+        yield "router_in_progress", "Requests being handled.", (), [((), self._server.in_progress)]
+        refusals = [((str(status),), float(count)) for status, count in self._server.refusals.items()]
+        yield "router_refused_requests_total", "Requests answered before they were whole or valid HTTP.", ("status",), refusals
+
+    def _engines(self, now: float) -> Iterator[Reading]:
+        states = []
+        for member in self._fleet.members.values():
+            rejection = member.rejection(now)
+            states.append(((member.info.id, rejection.value if rejection else "serving" if member.serving else "joining"), 1.0))
+        yield "router_engine_state", "1 for the state each engine is in.", ("engine", "state"), states
+        models = [((model,), float(len(self._fleet.of_model(model)))) for model in self._fleet.model_ids]
+        yield "router_model_engines", "Engines serving each model.", ("model",), models
+
+    def _endpoints(self, endpoints: list[Endpoint], now: float) -> Iterator[Reading]:
+        labels = [(endpoint.engine, str(endpoint.rank)) for endpoint in endpoints]
+        loads = [self._load.load(endpoint, now) for endpoint in endpoints]
+        signals = [self._mirror.signal(endpoint, now) for endpoint in endpoints]
+        yield (
+            "router_signal_state",
+            "1 for the state of each endpoint's KV event signal.",
+            (*ENDPOINT, "state"),
+            [
+                ((*label, state.value), float(signal.state is state))
+                for label, signal in zip(labels, signals, strict=True)
+                for state in SignalState
+            ],
+        )
+        for name, text, values in (
+            ("router_active_requests", "Requests of this router in flight.", [load.active_requests for load in loads]),
+            ("router_active_prefill_tokens", "Uncached prompt tokens not computed yet.", [load.active_prefill_tokens for load in loads]),
+            ("router_active_blocks", "Distinct blocks of requests in flight.", [load.active_blocks for load in loads]),
+            ("router_cached_blocks", "Blocks on the device, by KV events.", [self._caches.size(e, Tier.DEVICE) for e in endpoints]),
+            ("router_predicted_blocks", "Blocks believed cached by what was sent.", [self._caches.predicted_size(e) for e in endpoints]),
+        ):
+            yield name, text, ENDPOINT, [(label, float(value)) for label, value in zip(labels, values, strict=True)]
+
+    def _events(self) -> Iterator[Reading]:
+        feeds = {(endpoint.engine, str(endpoint.rank)): counts for endpoint, counts in self._relay.stats().items()}
+        for name, text, field in (
+            ("relay_batches_total", "KV event batches read from engines.", "batches"),
+            ("relay_blocks_stored_total", "Blocks stored, by KV events.", "stored"),
+            ("relay_blocks_removed_total", "Blocks removed, by KV events.", "removed"),
+            ("relay_restarts_total", "New lives of an engine's cache.", "restarts"),
+            ("relay_losses_total", "Times that batches could not be had again.", "losses"),
+            ("relay_lost_batches_total", "Batches that could not be had again.", "lost"),
+            ("relay_orphans_total", "Blocks stored under a parent not known.", "orphans"),
+            ("relay_blocks", "Blocks held, by KV events.", "blocks"),
+        ):
+            yield name, text, ENDPOINT, [(label, float(getattr(counts, field))) for label, counts in feeds.items()]
+        for name, text, field in (
+            ("relay_undecodable_total", "Event messages that could not be read, by kind.", "undecodable"),
+            ("relay_skipped_total", "Events tolerated and not used, by reason.", "skipped"),
+        ):
+            values = [
+                ((*label, str(kind)), float(count)) for label, counts in feeds.items() for kind, count in getattr(counts, field).items()
+            ]
+            yield name, text, (*ENDPOINT, "kind"), values
+        copies = {(endpoint.engine, str(endpoint.rank)): counts for endpoint, counts in self._mirror.stats().items()}
+        for name, text, field in (
+            ("router_mirror_batches_total", "Batches applied to the index.", "batches"),
+            ("router_mirror_gaps_total", "Gaps found between relay and router.", "gaps"),
+            ("router_mirror_mismatches_total", "Beacons whose digest differed from ours.", "mismatches"),
+            ("router_mirror_snapshots_total", "Snapshots applied.", "snapshots"),
+        ):
+            yield name, text, ENDPOINT, [(label, float(getattr(counts, field))) for label, counts in copies.items()]
+        yield "router_bus_connected", "Whether the event bus is connected.", (), [((), float(self._bus.connected))]
+        yield "router_bus_reconnects_total", "Times the bus was connected again.", (), [((), float(self._bus.counts.reconnects))]
+        dropped = self._bus.counts.unsent + self._bus.counts.overflowed
+        yield "router_bus_dropped_total", "Bus messages dropped; each is found and mended by a resync.", (), [((), float(dropped))]
