@@ -20,7 +20,9 @@ before it (engines evict tails first, nearly always), nor that one call's keys f
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 _RUN_MIN = 4
 _RUN_MAX = 128
@@ -173,17 +175,21 @@ class PrefixIndex:
         bit = 1 << slot
         table = self._table
         added = 0
+        limit = sys.maxsize if self.max_blocks is None else self.max_blocks
         start, end = 0, len(keys)
-        if table.keys().isdisjoint(keys):
-            added = self._admit(keys, bit)
-            start = end
         while start < end:
             entry = table.get(keys[start])
             stop = start + 1
             if entry is None:
-                while stop < end and keys[stop] not in table:
-                    stop += 1
-                added += self._admit(keys[start:stop], bit)
+                room = limit - len(table)
+                if room > 0:
+                    part = keys[start : start + min(room, _RUN_MAX)]
+                    admitted = self._admit(part, bit)
+                    added += admitted
+                    if admitted == len(part):
+                        stop = start + admitted
+                else:
+                    self.refused += 1
             elif isinstance(entry, _Run):
                 offset = entry.offset(keys[start])
                 length = _common(entry.keys, offset, keys, start)
@@ -228,12 +234,16 @@ class PrefixIndex:
             if not mask & bit:
                 continue
             removed += 1
+            rest = mask ^ bit
             if isinstance(entry, _Run):
-                self._cut(entry, entry.offset(key), 1, mask & ~bit)
-            elif mask == bit:
-                del table[key]
+                if entry.keys[-1] != key:
+                    self._cut(entry, entry.offset(key), 1, rest)
+                    continue
+                entry.keys.pop()
+            if rest:
+                table[key] = rest
             else:
-                table[key] = mask & ~bit
+                del table[key]
         self._sizes[slot] = held - removed
         return removed
 
@@ -323,25 +333,34 @@ class PrefixIndex:
         return sys.getsizeof(self._table) + per_key * len(self._table) + sys.getsizeof(self._unswept)
 
     def _admit(self, keys: list[int], mask: int) -> int:
-        """Take in keys that are not in the table, as far as there is room; how many were taken."""
-        if self.max_blocks is not None and len(self._table) + len(keys) > self.max_blocks:
-            distinct = list(dict.fromkeys(keys))
-            keys = distinct[: max(0, self.max_blocks - len(self._table))]
-            self.refused += len(distinct) - len(keys)
-        return self._place(keys, mask)
+        """Give `mask` to those of `keys` that are not in the table, as one run; how many there were. The list becomes the index's own."""
+        table = self._table
+        before = len(table)
+        if len(keys) < _RUN_MIN:
+            for key in keys:
+                table.setdefault(key, mask)
+            return len(table) - before
+        run = _Run(mask, keys)
+        deque(map(table.setdefault, keys, repeat(run)), maxlen=0)
+        admitted = len(table) - before
+        if admitted < len(keys):
+            run.keys = list(dict.fromkeys(key for key in keys if table[key] is run))
+        return admitted
 
     def _place(self, keys: list[int], mask: int) -> int:
-        """Point `keys`, which no run holds any more, to `mask`; how many distinct ones there are."""
-        placed = 0
-        for start in range(0, len(keys), _RUN_MAX):
-            part = dict.fromkeys(keys[start : start + _RUN_MAX])
-            if len(part) < _RUN_MIN:
-                for key in part:
-                    self._table[key] = mask
-            else:
-                self._table.update(dict.fromkeys(part, _Run(mask, list(part))))
-            placed += len(part)
-        return placed
+        """Point `keys`, which no run holds any more, to `mask`; how many distinct ones there are. The list becomes the index's own."""
+        if len(keys) > _RUN_MAX:
+            return sum(self._place(keys[start : start + _RUN_MAX], mask) for start in range(0, len(keys), _RUN_MAX))
+        if len(keys) < _RUN_MIN:
+            for key in keys:
+                self._table[key] = mask
+            return len(set(keys))
+        run = _Run(mask, keys)
+        entries: dict[int, int | _Run] = dict.fromkeys(keys, run)
+        if len(entries) < len(keys):
+            run.keys = list(entries)
+        self._table.update(entries)
+        return len(entries)
 
     def _cut(self, run: _Run, offset: int, length: int, mask: int) -> None:
         """Take `length` keys from `offset` on out of `run` and give them `mask`, or forget them when it is 0."""
