@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from inspect import isawaitable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 POLL_S = 0.01
 
@@ -23,3 +27,15 @@ async def until(condition: Callable[[], object] | Callable[[], Awaitable[object]
             name = what or getattr(condition, "__qualname__", repr(condition))
             raise AssertionError(f"not within {deadline_s:g} s: {name}")
         await asyncio.sleep(POLL_S)
+
+
+@contextlib.asynccontextmanager
+async def alongside(coroutine: Coroutine[object, object, T]) -> AsyncIterator[asyncio.Task[T]]:
+    """Run something that does not end by itself for as long as the block lasts; what it failed with fails the test."""
+    task = asyncio.create_task(coroutine)  # noqa: TID251  owned by the block
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

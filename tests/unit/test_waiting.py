@@ -7,7 +7,7 @@ import pytest
 import uvloop
 
 import discovery.signal
-from tests.waiting import until
+from tests.waiting import alongside, until
 
 
 async def test_waiting_ends_as_soon_as_the_condition_holds() -> None:
@@ -41,3 +41,18 @@ async def test_a_blocking_call_from_a_room_raises(alarm_on_blocking_calls: block
     code = compile("import time; time.sleep(0)", discovery.signal.__file__, "exec")
     with pytest.raises(blockbuster.BlockingError):
         exec(code, {})  # noqa: S102  a frame that looks as if it came from the room
+
+
+async def test_what_runs_alongside_a_block_is_cancelled_at_its_end() -> None:
+    async with alongside(asyncio.Event().wait()) as task:
+        assert not task.done()
+    assert task.cancelled()
+
+
+async def test_what_failed_alongside_a_block_fails_the_test() -> None:
+    async def fail() -> None:
+        raise OSError("it broke")
+
+    with pytest.raises(OSError, match="it broke"):
+        async with alongside(fail()) as task:
+            await until(task.done)
