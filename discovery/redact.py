@@ -18,7 +18,7 @@ SUFFIXES = ("_api_key", "_password", "_secret", "_auth_token", "_access_token")
 CREDENTIALS = re.compile(
     r"(?P<before>[a-z][a-z0-9+.-]*://)[^\s/@\"']+(?P<after>@)"  # scheme://user:password@
     r"|(?P<scheme>\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{4,}"  # an Authorization header's value
-    r"|(?P<key>\bapi[-_]key[\"']?\s*[=:]\s*)[^\s,;&()]+",  # as in an engine's line, a query or a repr
+    r"|(?P<key>\b(?:api[-_]?key|password|secret|(?:access|auth)[-_]token)[\"']?\s*[=:]\s*)[^\s,;&()]+",  # a line, a query, a repr
     re.IGNORECASE,
 )
 
@@ -41,6 +41,10 @@ def redact(value: object) -> object:
             return value
         case str():
             return redact_text(value)
+        case bytes() | bytearray():
+            return redact_text(value.decode("utf-8", "replace"))
+        case (str() | bytes() as name, _) if is_secret(name if isinstance(name, str) else name.decode("latin-1")):
+            return [redact(name), MASK]  # a header, as lists of them hold it
         case Mapping():
             return redact_fields(value)
         case msgspec.Struct():

@@ -107,6 +107,7 @@ def test_A7_no_secret_reaches_a_log_at_any_level(level: LogLevel, form: LogForma
     stream = configured(level, form)
     for severity in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
         event(logger, severity, "request", headers={"Authorization": "Bearer canary", "X-API-Key": "canary", "Cookie": "canary"})
+        event(logger, severity, "request", headers=[(b"authorization", b"canary"), ("x-api-key", "canary")], body=b"password=canary")
         event(logger, severity, "request", api_key="canary", token="canary", password="canary", nats="nats://u:canary@h:1")
         event(logger, severity, "engine", spec=EngineSpec("http://h:1", api_key="canary"), all=[{"deep": {"api-key": "canary"}}])
         logger.log(severity, "connecting to %s", "nats://user:canary@h:4222")
@@ -122,6 +123,7 @@ def test_A7_no_secret_reaches_a_log_at_any_level(level: LogLevel, form: LogForma
         ("Authorization: Bearer abcdef", "Authorization: Bearer ***"),
         ("http://h:1,api-key=abc,role=decode", "http://h:1,api-key=***,role=decode"),
         ("EngineSpec(url='http://h:1', api_key='abc')", "EngineSpec(url='http://h:1', api_key=***)"),
+        ("?apikey=abc&password: x, secret=y", "?apikey=***&password: ***, secret=***"),
         ("http://h:8000/v1 is fine; a bearer of news; prompt_tokens=5", "http://h:8000/v1 is fine; a bearer of news; prompt_tokens=5"),
     ],
 )
