@@ -67,7 +67,7 @@ class Intake:
         reason = "the policy does not look at prompts"
         if self._tokenize:
             try:
-                tokens, reason = await self._tokens(route, parsed, members)
+                tokens, reason = await self._tokens(route, parsed, members, body)
             except PromptRejected as error:
                 raise openai.BadBody(f"the model's chat template rejects this conversation: {error.message}") from None
         count = max((shared.count for shared in tokens.values()), default=0)
@@ -100,20 +100,20 @@ class Intake:
             raise openai.BadBody(f"{route.path} is only offered by {kinds}, and no such engine serves `{model}`", 501)
         return model, able
 
-    async def _tokens(self, route: Route, parsed: openai.ApiBody, members: list[Member]) -> tuple[dict[str, Tokens], str]:
+    async def _tokens(self, route: Route, parsed: openai.ApiBody, members: list[Member], body: bytes) -> tuple[dict[str, Tokens], str]:
         """The prompt's ids by engine; when there are none, why."""
         if route.form is PromptForm.UNREAD:
             return {}, f"prompts of {route.path} are not read"
         engines = [member.info.id for member in members]
         try:
             if route.form is PromptForm.CHAT:
-                prompt = await self._prompts.tokens_chat(engines, parsed)
+                prompt = await self._prompts.tokens_chat(engines, parsed, body)
             else:
                 plain = openai.completion_prompt(parsed) if route.form is PromptForm.COMPLETION else openai.generate_prompt(parsed)
                 if plain is None:
                     return {}, "the body has no prompt of a known form"
                 if plain.ids is not None:
-                    return dict.fromkeys(engines, Tokens(pack_tokens(plain.ids), "local")), ""
+                    return dict.fromkeys(engines, Tokens(plain.ids, pack_tokens(plain.ids), "local")), ""
                 prompt = await self._prompts.tokens_text(engines, plain.text or "", add_special_tokens=parsed.wants_special_tokens)
         except NotRenderable as error:
             return {}, error.reason
