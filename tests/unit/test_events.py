@@ -14,18 +14,23 @@ from tests.frames import recorded
 MISSING = msgspec.UNSET
 
 
-def encode(*events: Any, rank: Any = MISSING, more: tuple[Any, ...] = ()) -> bytes:
-    batch = [1.5, list(events)] + ([] if rank is MISSING else [rank]) + list(more)
-    return msgspec.msgpack.encode(batch)
+def encode(*events: object, rank: object = MISSING, more: tuple[object, ...] = ()) -> bytes:
+    return msgspec.msgpack.encode([1.5, events, *([] if rank is MISSING else [rank]), *more])
 
 
-def one(event: Any) -> KvEvent:
+def one(event: object) -> KvEvent:
     (decoded,) = decode(encode(event)).events
     return decoded
 
 
-def stored(**changes: Any) -> dict[str, Any]:
-    event = {"type": "BlockStored", "block_hashes": [7, 8], "parent_block_hash": None, "token_ids": [1, 2, 3, 4], "block_size": 2}
+def stored(**changes: object) -> dict[str, object]:
+    event: dict[str, object] = {
+        "type": "BlockStored",
+        "block_hashes": [7, 8],
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 3, 4],
+        "block_size": 2,
+    }
     event |= {"lora_id": None, "medium": "GPU", "lora_name": None}
     event |= changes
     return {key: value for key, value in event.items() if value is not MISSING}
@@ -235,12 +240,12 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize(("wire", "event"), SKIPPED.values(), ids=SKIPPED)
-def test_R31_what_cannot_be_used_is_skipped_with_its_reason(wire: Any, event: Skipped) -> None:
+def test_R31_what_cannot_be_used_is_skipped_with_its_reason(wire: object, event: Skipped) -> None:
     assert one(wire) == event
 
 
 @pytest.mark.parametrize("wire", [wire for wire, _ in SKIPPED.values()], ids=SKIPPED)
-def test_R31_an_odd_event_costs_its_neighbours_nothing(wire: Any) -> None:
+def test_R31_an_odd_event_costs_its_neighbours_nothing(wire: object) -> None:
     before, _odd, after, array = decode(encode(stored(), wire, {"type": "AllBlocksCleared"}, ["BlockRemoved", [7]])).events
     assert (before, after, array) == (PLAIN, Cleared(), Removed([7]))
 
@@ -334,7 +339,7 @@ def test_text_in_a_later_block_is_no_salt() -> None:
     "wire",
     [stored(token_ids=[[1, 2], [2, 3], [3, 4], [4, 5]]), ["BlockStored", [7, 8], None, [[1, 2], [2, 3], [3, 4], [4, 5]], 2, None, "GPU"]],
 )
-def test_the_bigrams_of_speculative_decoding_are_read_as_their_first_tokens(wire: Any) -> None:
+def test_the_bigrams_of_speculative_decoding_are_read_as_their_first_tokens(wire: object) -> None:
     assert one(wire) == PLAIN
 
 

@@ -72,7 +72,7 @@ def test_a_restart_begins_a_new_epoch_at_zero() -> None:
     assert tracker.last == (1, 5)
     assert tracker.epoch == 0
     tracker.restart()
-    assert (tracker.epoch, tracker.expected, tracker.last) == (1, 0, None)
+    assert [tracker.epoch, tracker.expected, tracker.last] == [1, 0, None]
     assert tracker.feed(2) == Gap(0, 1)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
+import msgspec
 import pytest
 
 from discovery.messages import Clear, Op, Remove, Store
 from discovery.translate import Translator, digest_of
 from engines.blocks import block_keys, pack_keys, pack_tokens, root_seed, unpack_keys
-from engines.events import Cleared, Removed, Skipped, SkipReason, Stored, decode
+from engines.events import Cleared, KvEvent, Removed, Skipped, SkipReason, Stored, decode
 from engines.types import Tier
 from tests.frames import recorded
 
@@ -19,9 +19,9 @@ SIZE = 4
 KEYS = block_keys(pack_tokens(TOKENS), SIZE, root_seed())
 
 
-def chain(hashes: list[int | bytes], **changes: Any) -> Stored:
-    fields: dict[str, Any] = {"hashes": hashes, "parent": None, "tokens": TOKENS[: len(hashes) * SIZE], "block_size": SIZE}
-    return Stored(**(fields | changes))
+def chain(hashes: list[int | bytes], **changes: object) -> Stored:
+    fields = {"hashes": hashes, "parent": None, "tokens": TOKENS[: len(hashes) * SIZE], "block_size": SIZE}
+    return msgspec.structs.replace(Stored([], None, [], 1), **(fields | changes))
 
 
 def keys(op: Op) -> list[int]:
@@ -96,8 +96,7 @@ def test_R16_engines_that_name_blocks_differently_hold_the_same_keys() -> None:
 
 def test_R1_the_block_size_is_learned_and_a_configured_one_that_disagrees_is_visible() -> None:
     translator = Translator(configured_block_size=16)
-    assert translator.block_size is None
-    assert translator.mismatch == ""
+    assert (translator.block_size, translator.mismatch) == (None, "")
     translator.apply([Stored([1], None, list(range(2096)), 2096)])
     assert translator.block_size == 2096
     assert translator.blocks == 1
@@ -172,7 +171,7 @@ def test_two_groups_hold_a_key_until_both_let_go() -> None:
 
 def test_neighbouring_changes_are_joined_and_their_order_is_kept() -> None:
     translator = Translator()
-    events = [chain([1]), Stored([2], 1, TOKENS[4:8], SIZE), Removed([2]), Removed([1]), chain([1])]
+    events: list[KvEvent] = [chain([1]), Stored([2], 1, TOKENS[4:8], SIZE), Removed([2]), Removed([1]), chain([1])]
     first, second = pack_keys(KEYS[:2]), pack_keys(KEYS[1::-1])
     assert translator.apply(events) == [Store(Tier.DEVICE, first), Remove(Tier.DEVICE, second), Store(Tier.DEVICE, pack_keys(KEYS[:1]))]
 
@@ -248,7 +247,8 @@ def test_an_event_without_blocks_changes_nothing() -> None:
 def test_nonsense_group_numbers_do_not_make_it_grow() -> None:
     translator = Translator()
     translator.apply([Skipped("BlockStored", SkipReason.NOT_FULL_ATTENTION, group) for group in range(10_000)])
-    translator.apply([event for group in range(20_000, 21_000) for event in (chain([1], group=group), Removed([1], group=group))])
+    for group in range(20_000, 21_000):
+        translator.apply([chain([1], group=group), Removed([1], group=group)])
     assert len(translator._partial_groups) <= 256
     assert not translator._copies
 
