@@ -2,7 +2,8 @@
 # make run ENGINES="http://… http://…"  the router in front of engines that run already
 # make test                             the whole suite
 # make check                            style, types, import rules, generated docs
-.PHONY: run test check
+# make coverage                         branch coverage of what runs without real engines
+.PHONY: run test check coverage
 
 run:
 	@scripts/setup
@@ -15,3 +16,8 @@ test:
 check:
 	@scripts/setup
 	@scripts/check
+
+coverage:
+	@scripts/setup
+	@.venv/bin/coverage run -m pytest -m "not real_engine"
+	@.venv/bin/coverage report --skip-covered --show-missing
