@@ -1,0 +1,131 @@
+"""The prefix index against a model too simple to be wrong: a set of keys per slot."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from router.index import PrefixIndex
+
+FAMILIES = 3
+LONGEST = 300
+
+chains = st.builds(
+    lambda family, start, length: [family * 1000 + depth for depth in range(start, min(LONGEST, start + length))],
+    st.integers(0, FAMILIES - 1),
+    st.one_of(st.just(0), st.integers(0, LONGEST)),
+    st.integers(0, LONGEST),
+)
+"""Stretches of a few chains, so that stores overlap, split and join one another's runs, and cross the bound of a run."""
+jumbles = st.lists(st.integers(0, FAMILIES - 1).flatmap(lambda family: st.integers(family * 1000, family * 1000 + 12)), max_size=12)
+"""Any order, repeats included: nothing about a caller is trusted."""
+some_keys = st.one_of(chains, jumbles, chains.map(lambda keys: keys[::-1]), chains.map(lambda keys: keys[::2]))
+
+
+def naive_match(held: dict[int, set[int]], keys: list[int]) -> dict[int, int]:
+    depths = {}
+    for slot, mine in held.items():
+        depth = 0
+        while depth < len(keys) and keys[depth] in mine:
+            depth += 1
+        if depth:
+            depths[slot] = depth
+    return depths
+
+
+class Machine(RuleBasedStateMachine):
+    max_blocks: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(self.max_blocks)
+        self.held: dict[int, set[int]] = {}
+        self.unswept: set[int] = set()
+
+    def pick(self, choice: int) -> int:
+        return sorted(self.held)[choice % len(self.held)]
+
+    @precondition(lambda self: len(self.held) < 70)
+    @rule(count=st.integers(1, 40))
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            slot = self.index.add_slot()
+            assert slot not in self.held
+            assert slot not in self.unswept, "reused before its sweep has ended"
+            self.held[slot] = set()
+
+    @precondition(lambda self: self.held)
+    @rule(choice=st.integers(0), keys=some_keys)
+    def store(self, choice: int, keys: list[int]) -> None:
+        slot = self.pick(choice)
+        before = list(keys)
+        added = self.index.store(slot, keys)
+        assert keys == before, "the caller's list is the caller's"
+        wanted = set(keys) - self.held[slot]
+        if self.max_blocks is None:
+            assert added == len(wanted)
+            self.held[slot] |= wanted
+        else:
+            taken = {key for key in wanted if self.index.extent(slot, [key], 0)}
+            assert added == len(taken)
+            assert taken == wanted or len(self.index) == self.max_blocks, "refused although there was room"
+            self.held[slot] |= taken
+
+    @precondition(lambda self: self.held)
+    @rule(choices=st.lists(st.integers(0), max_size=8), keys=some_keys)
+    def store_in_many(self, choices: list[int], keys: list[int]) -> None:
+        for choice in choices:
+            self.store(choice, keys)
+
+    @precondition(lambda self: self.held)
+    @rule(choice=st.integers(0), keys=some_keys)
+    def remove(self, choice: int, keys: list[int]) -> None:
+        slot = self.pick(choice)
+        assert self.index.remove(slot, keys) == len(self.held[slot] & set(keys))
+        self.held[slot] -= set(keys)
+
+    @precondition(lambda self: self.held)
+    @rule(choice=st.integers(0))
+    def drop(self, choice: int) -> None:
+        slot = self.pick(choice)
+        self.index.drop_slot(slot)
+        del self.held[slot]
+        self.unswept.add(slot)
+
+    @rule(limit=st.integers(0, 200))
+    def sweep(self, limit: int) -> None:
+        visited = self.index.sweep(limit)
+        assert visited <= limit
+        if visited < limit:
+            assert self.index.swept
+            assert len(self.index) == len(set().union(*self.held.values()))
+        if self.index.swept:
+            self.unswept.clear()
+
+    @rule(keys=some_keys, within=st.integers(-1, 1 << 70))
+    def match(self, keys: list[int], within: int) -> None:
+        expected = naive_match(self.held, keys)
+        assert self.index.match(keys) == expected
+        assert self.index.match(tuple(keys)) == expected
+        assert self.index.match(keys, within) == {slot: depth for slot, depth in expected.items() if within >> slot & 1}
+
+    @precondition(lambda self: self.held)
+    @rule(choice=st.integers(0), keys=some_keys, start=st.integers(0, 20))
+    def extent(self, choice: int, keys: list[int], start: int) -> None:
+        slot = self.pick(choice)
+        expected = naive_match({slot: self.held[slot]}, keys[start:]).get(slot, 0)
+        assert self.index.extent(slot, keys, start) == expected
+
+    @invariant()
+    def holds(self) -> None:
+        self.index._check()
+        for slot, held in self.held.items():
+            assert self.index.size(slot) == len(held)
+
+
+class BoundedMachine(Machine):
+    max_blocks = 150
+
+
+TestIndex = Machine.TestCase
+TestBoundedIndex = BoundedMachine.TestCase
+TestIndex.settings = TestBoundedIndex.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
