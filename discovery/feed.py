@@ -63,7 +63,7 @@ class Feed:
         self._send = send
         self._epoch = next_epoch()
         self._seq = 0
-        self._heard = 0
+        self._heard = self._quiet = 0
         self._partial = ""
         self._down = ""
         self._shown: tuple[Signal, int | None] = (LIVE, None)
@@ -109,6 +109,7 @@ class Feed:
         self._heard += 1
         self._counts.batches += 1
         ops = self._translator.apply(batch.events)
+        self._quiet += not ops
         for piece in pieces(ops):
             self._count(piece)
             self._send(Batch(self._epoch, self._seq, piece))
@@ -151,7 +152,7 @@ class Feed:
                 block_size=translator.block_size,
                 signal=signal.state.value,
                 reason=signal.reason,
-                heard=self._heard,
+                quiet=self._quiet,
             )
         )
 
@@ -169,7 +170,7 @@ class Feed:
         self._translator.clear()
         self._epoch = self._next_epoch()
         self._seq = 0
-        self._heard = 0
+        self._heard = self._quiet = 0
 
     def _count(self, ops: list[Op]) -> None:
         for op in ops:

@@ -57,8 +57,8 @@ class Beacon(msgspec.Struct, frozen=True, array_like=True, tag="beacon"):
     """A `Signal` state as the relay sees it."""
     reason: str
     """Why, in words; empty when live."""
-    heard: int = 0
-    """Batches of events the engine has published in this epoch, those that changed nothing we hold included: it is not silent."""
+    quiet: int = 0
+    """Batches of events in this epoch that changed nothing held and so were not sent on: an engine that publishes those is not silent."""
 
 
 StreamMessage = Batch | Beacon

@@ -208,8 +208,8 @@ class Mirror:
         match message:
             case Batch():
                 copy.tracker.heard(now)
-            case Beacon(signal=state, reason=reason, heard=heard):
-                copy.tracker.beacon(_signal(state, reason), heard, now)
+            case Beacon(signal=state, reason=reason):
+                copy.tracker.beacon(_signal(state, reason), now, quiet=message.quiet, published=message.seq + message.quiet > 0)
                 copy.block_size = message.block_size or copy.block_size
 
     def _on_reply(self, subject: str, payload: bytes, reply: str) -> None:

@@ -65,7 +65,7 @@ class SignalTracker:
         self._beacon_timeout_s = BEACONS_MISSED * beacon_period_s
         self._relay = LIVE
         self._beacon_at = now
-        self._heard_count: int | None = None
+        self._quiet: int | None = None
         self._ever_heard = False
         self._heard_at: float | None = None
         self._unanswered_since: float | None = None
@@ -74,7 +74,7 @@ class SignalTracker:
     def restarted(self) -> None:
         """A new epoch began: what was heard before was heard from another life of the engine or of its relay."""
         self._relay = LIVE
-        self._heard_count = None
+        self._quiet = None
         self._ever_heard = False
         self._heard_at = None
         self._unanswered_since = None
@@ -85,15 +85,17 @@ class SignalTracker:
         self._heard_at = now
         self._unanswered_since = None
 
-    def beacon(self, relay: Signal, heard_count: int, now: float) -> None:
-        """The relay said how it sees the signal, and how many batches of events it has heard in this epoch."""
+    def beacon(self, relay: Signal, now: float, *, quiet: int = 0, published: bool = False) -> None:
+        """The relay said how it sees the signal, and what the engine does in this epoch.
+
+        `published`: anything at all. `quiet`: how many batches changed nothing, and so reach us in no other way.
+        """
         self._relay = relay
         self._beacon_at = now
-        if self._heard_count is None:
-            self._ever_heard = self._ever_heard or heard_count > 0
-        elif heard_count > self._heard_count:
+        self._ever_heard = self._ever_heard or published
+        if self._quiet is not None and quiet > self._quiet:
             self.heard(now)
-        self._heard_count = heard_count
+        self._quiet = quiet
 
     def served(self, now: float, new_blocks: int, sent_at: float | None = None) -> None:
         """A prompt with `new_blocks` full blocks not known to be cached has got its first token there.

@@ -12,7 +12,8 @@ The one idea: nothing is ever assumed to have arrived. Numbers show a loss at th
 end and one that numbers cannot see, and every mend is the same: clear, snapshot, go on.
 
 An epoch is `<relay life>.<n>`, `n` growing within one life: so a late message of a dead epoch is known as late. Of two lives,
-the one heard later is the newer, and the other is not listened to again for `RETIRED_S`, unless it answers a snapshot asked for since.
+the one heard later is the newer, and the other is not listened to again for `RETIRED_S`. Nothing said in a false name lasts: what
+answers a request made since is believed over it, and so is an older epoch once the one we follow has been silent for `RETIRED_S`.
 
 A snapshot is applied chunk by chunk as it comes, so that a large one neither lies in memory twice nor stalls the loop; the
 endpoint is not `synced` until the last of it is in.
@@ -34,7 +35,7 @@ from engines.blocks import KEY_BYTES, unpack_keys
 from engines.types import Tier
 
 RETIRED_S = 10.0
-"""How long the messages of a replaced relay may still be on their way."""
+"""How long the messages of a dead epoch may still be on their way; several times the beacons' period."""
 RETRY_S = 2.0
 """How long without a chunk before a snapshot counts as lost."""
 MIN_RESYNC_S = 0.05
@@ -135,6 +136,7 @@ class StreamSync:
         self._due = 0.0
         self._wait_s = MIN_RESYNC_S
         self._asked_at = float("-inf")
+        self._spoken_at = float("-inf")
 
     @property
     def synced(self) -> bool:
@@ -144,7 +146,9 @@ class StreamSync:
     def batch(self, batch: Batch, now: float) -> list[Action]:
         """One live batch arrived. O(keys in it)."""
         actions: list[Action] = []
-        if batch.epoch != self.epoch:
+        if batch.epoch == self.epoch:
+            self._spoken_at = now
+        else:
             if self._is_late(batch.epoch, now):
                 self.counts.late += 1
                 return []
@@ -169,7 +173,9 @@ class StreamSync:
     def beacon(self, beacon: Beacon, now: float) -> list[Action]:
         """The relay says what a complete copy holds by now. O(1)."""
         actions: list[Action] = []
-        if beacon.epoch != self.epoch:
+        if beacon.epoch == self.epoch:
+            self._spoken_at = now
+        else:
             if self._is_late(beacon.epoch, now):
                 self.counts.late += 1
                 return []
@@ -178,7 +184,7 @@ class StreamSync:
                 self.phase = Phase.SYNCED
             else:
                 self._resync("it was joined in the middle of an epoch", now, actions)
-        elif self.phase is Phase.SYNCED and beacon.seq > self.seq:
+        if self.phase is Phase.SYNCED and beacon.seq > self.seq:
             self.counts.gaps += 1
             self._resync(f"batches {self.seq} to {beacon.seq - 1} were lost", now, actions)
         elif self.phase is Phase.SYNCED and beacon.seq == self.seq:
@@ -203,7 +209,7 @@ class StreamSync:
         if chunk.chunk == 0:
             if chunk.epoch != self.epoch:
                 self._begin(chunk.epoch, now, actions)
-                self.phase = Phase.SYNCING
+                self._attempt = attempt
             self._clear(actions)
         self._due = now + RETRY_S
         self._chunk = chunk
@@ -230,7 +236,7 @@ class StreamSync:
         life, number = epoch_parts(epoch)
         current, current_number = epoch_parts(self.epoch)
         if life == current:
-            return number < current_number
+            return number < current_number and now - self._spoken_at < RETIRED_S
         return now < self._retired.get(life, now)
 
     def _begin(self, epoch: str, now: float, actions: list[Action]) -> None:
@@ -242,6 +248,8 @@ class StreamSync:
                 self._retired[old] = now + RETIRED_S
         self.counts.epochs += 1
         self.epoch = epoch
+        self._spoken_at = now
+        self._attempt += 1  # a snapshot asked for in another epoch is of another epoch
         self._kept.clear()
         self._kept_bytes = 0
         self._chunk = None
@@ -272,9 +280,7 @@ class StreamSync:
         if not 0 <= chunk.chunk < chunk.chunks or chunk.seq < 0:
             return False
         if before is None:
-            life, number = epoch_parts(chunk.epoch)
-            current, current_number = epoch_parts(self.epoch or "")
-            return chunk.chunk == 0 and (life != current or number >= current_number)
+            return chunk.chunk == 0
         return (chunk.epoch, chunk.seq, chunk.chunks, chunk.chunk) == (before.epoch, before.seq, before.chunks, before.chunk + 1)
 
     def _complete(self, seq: int, now: float, actions: list[Action]) -> None:
