@@ -23,10 +23,10 @@ class Series(msgspec.Struct, frozen=True):
 
 def page(scheduler: Scheduler, kind: EngineKind, model: str, *, started: float, asleep: bool) -> str:
     """The page in Prometheus' text format."""
-    series = _vllm(scheduler, model, asleep=asleep) if kind is EngineKind.VLLM else _sglang(scheduler, model)
+    series = _vllm(scheduler, model, started=started, asleep=asleep) if kind is EngineKind.VLLM else _sglang(scheduler, model)
     lines: list[str] = []
     declared = ""
-    for sample in (Series("process_start_time_seconds", started), *series):
+    for sample in series:
         if sample.name != declared:
             declared = sample.name
             lines.append(f"# TYPE {sample.name} {sample.kind}")
@@ -35,9 +35,10 @@ def page(scheduler: Scheduler, kind: EngineKind, model: str, *, started: float, 
     return "\n".join(lines) + "\n"
 
 
-def _vllm(scheduler: Scheduler, model: str, *, asleep: bool) -> Iterator[Series]:
+def _vllm(scheduler: Scheduler, model: str, *, started: float, asleep: bool) -> Iterator[Series]:
     cache, counters = scheduler.cache, scheduler.counters
     labels = {"engine": "0", "model_name": model}
+    yield Series("process_start_time_seconds", started)
     yield Series("vllm:num_requests_running", float(len(scheduler.running)), labels)
     yield Series("vllm:num_requests_waiting", float(len(scheduler.waiting)), labels)
     for state in ("awake", "weights_offloaded", "discard_all"):

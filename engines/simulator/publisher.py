@@ -106,7 +106,7 @@ class Publisher:
             except zmq.ZMQError as error:
                 # ZMQ closes sockets in its own thread: the port we had a moment ago may still be taken.
                 if error.errno != zmq.EADDRINUSE or not port or loop.time() > deadline:
-                    raise OSError(error.errno, f"cannot bind tcp://{self._host}:{port}: {error.strerror}") from error
+                    raise OSError(error.errno, error.strerror or "cannot bind", f"tcp://{self._host}:{port or '*'}") from error
                 await asyncio.sleep(0.01)
             else:
                 return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import sys
 
@@ -17,16 +18,23 @@ import msgspec
 from engines.simulator.engine import SimulatedEngine
 from engines.simulator.settings import SimulateSettings
 
+LAST_PORT = 65_535
+
+
+class CannotSimulate(Exception):
+    """The engines asked for cannot be run; the message says why."""
+
 
 async def run(settings: SimulateSettings) -> None:
-    """Serve until SIGINT or SIGTERM. Ends the process with status 1 and a message where a port or the model folder cannot be used."""
+    """Serve until SIGINT or SIGTERM. Raises CannotSimulate where a port, the model folder or a setting cannot be used."""
+    _check(settings)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     try:
         async with contextlib.AsyncExitStack() as stack:
-            engines = [await stack.enter_async_context(_engine(settings, index)) for index in range(settings.engines)]
+            engines = [await _started(stack, _own(settings, index)) for index in range(settings.engines)]
             sys.stdout.write(msgspec.json.encode({"engines": [_described(engine) for engine in engines]}).decode() + "\n")
             sys.stdout.flush()
             await stop.wait()
@@ -35,9 +43,31 @@ async def run(settings: SimulateSettings) -> None:
             loop.remove_signal_handler(number)
 
 
-def _engine(settings: SimulateSettings, index: int) -> SimulatedEngine:
-    own = msgspec.structs.replace(settings, port=settings.port + index if settings.port else 0, hash_seed=settings.hash_seed + index)
-    return SimulatedEngine(own, record=0)
+def _check(settings: SimulateSettings) -> None:
+    last = settings.port + settings.engines - 1
+    if settings.port and last > LAST_PORT:
+        raise CannotSimulate(f"{settings.engines} engines from port {settings.port} would need port {last}; the last one is {LAST_PORT}")
+    if not settings.model_names:
+        raise CannotSimulate("served_model_name must name at least one model")
+
+
+def _own(settings: SimulateSettings, index: int) -> SimulateSettings:
+    """The settings of one engine of several."""
+    port = settings.port + index if settings.port else 0
+    return msgspec.structs.replace(settings, port=port, hash_seed=settings.hash_seed + index)
+
+
+async def _started(stack: contextlib.AsyncExitStack, settings: SimulateSettings) -> SimulatedEngine:
+    try:
+        return await stack.enter_async_context(SimulatedEngine(settings, record=0))
+    except FileNotFoundError as error:
+        raise CannotSimulate(f"the model folder has no {error.filename}") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise CannotSimulate(f"cannot listen on {settings.host}:{settings.port}: the port is in use") from error
+        raise CannotSimulate(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from error
+    except (ValueError, KeyError) as error:
+        raise CannotSimulate(f"the model folder {settings.model!r} cannot be read: {error}") from error
 
 
 def _described(engine: SimulatedEngine) -> dict[str, object]:
