@@ -47,9 +47,8 @@ async def probe(client: EngineClient, spec: EngineSpec) -> EngineInfo:
             if not models.ok or not owners or "vllm" in owners:
                 return await _vllm(client, spec, found, models)
         info = await client.ask(sglang.SERVER_INFO)
-        if info.status == 404:
-            info = await client.ask(sglang.OLD_SERVER_INFO)
-        server = sglang.recognise(info.body) if info.ok else None
+        told = await client.ask(sglang.OLD_SERVER_INFO) if info.status == 404 else info
+        server = sglang.recognise(told.body) if told.ok else None
         if server is not None:
             return await _sglang(client, spec, server)
     except EngineBroken as error:
@@ -240,7 +239,7 @@ def _unknown(version: Reply, info: Reply) -> NotAnEngine | EngineNotReady | Engi
     if version.status in _GATEWAY_ERRORS or info.status in _GATEWAY_ERRORS:
         return EngineNotReady(str((version if version.status in _GATEWAY_ERRORS else info).refusal()))
     who = version.server or info.server or "something"
-    words = excerpt(info.body if info.ok or not version.ok else version.body)
+    words = excerpt(version.body) or excerpt(info.body)
     return NotAnEngine(
         f"{who} answered {version.status} at {version.path} and {info.status} at {info.path}"
         f"{f' ({words!r})' if words else ''}; expected vLLM ({vllm.VERSION}) or SGLang ({sglang.SERVER_INFO})"
