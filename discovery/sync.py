@@ -38,6 +38,8 @@ RETIRED_S = 10.0
 """How long the messages of a dead epoch may still be on their way; several times the beacons' period."""
 RETRY_S = 2.0
 """How long without a chunk before a snapshot counts as lost."""
+MOST_BEHIND = 2
+"""One beacon that is behind us may have been overtaken on its way; not so several in a row."""
 MIN_RESYNC_S = 0.05
 MAX_RESYNC_S = 2.0
 """Bounds of the wait between two snapshots of one stream; doubles until a beacon agrees."""
@@ -128,6 +130,7 @@ class StreamSync:
         """Why it is not synced, in words."""
         self._doubted = False
         self._dirty = False
+        self._behind = 0
         self._kept: deque[Batch] = deque()
         self._kept_bytes = 0
         self._retired: dict[str, float] = {}
@@ -157,6 +160,7 @@ class StreamSync:
                 self.phase = Phase.SYNCED
             else:
                 self._resync("it was joined in the middle of an epoch", now, actions)
+                return actions
         if self.phase is not Phase.SYNCED:
             self._keep(batch)
         elif batch.seq == self.seq:
@@ -167,7 +171,6 @@ class StreamSync:
         else:
             self.counts.gaps += 1
             self._resync(f"batches {self.seq} to {batch.seq - 1} were lost", now, actions)
-            self._keep(batch)
         return actions
 
     def beacon(self, beacon: Beacon, now: float) -> list[Action]:
@@ -190,10 +193,15 @@ class StreamSync:
         elif self.phase is Phase.SYNCED and beacon.seq == self.seq:
             if (beacon.blocks, beacon.digest) == (self.blocks, self.digest):
                 self._doubted = False
+                self._behind = 0
                 self._wait_s = MIN_RESYNC_S
             else:
                 self.counts.mismatches += 1
                 self._resync(f"its digest differs at batch {self.seq}", now, actions)
+        elif self.phase is Phase.SYNCED:
+            self._behind += 1
+            if self._behind == MOST_BEHIND:
+                self._resync(f"its relay has got to batch {beacon.seq} only, and batches to {self.seq - 1} were heard", now, actions)
         return actions
 
     def chunk(self, chunk: SnapshotChunk, attempt: int, now: float) -> list[Action]:
@@ -260,6 +268,7 @@ class StreamSync:
     def _resync(self, why: str, now: float, actions: list[Action]) -> None:
         self.phase = Phase.SYNCING
         self.why = why
+        self._behind = 0
         self._chunk = None
         self._due = self._asked_at + self._wait_s
         if now >= self._due:
@@ -269,6 +278,8 @@ class StreamSync:
         self.phase = Phase.SYNCING
         self._chunk = None
         self._attempt += 1
+        self._kept.clear()  # what was heard before the request is in its answer
+        self._kept_bytes = 0
         self._asked_at = now
         self._due = now + RETRY_S
         self._wait_s = min(2 * self._wait_s, MAX_RESYNC_S)
@@ -296,8 +307,6 @@ class StreamSync:
                 self._apply(batch, actions)
         if kept:
             self.counts.gaps += 1
-            self._kept = kept
-            self._kept_bytes = sum(map(_size, kept))
             self._resync(f"batches {self.seq} to {kept[0].seq - 1} were lost", now, actions)
 
     def _keep(self, batch: Batch) -> None:

@@ -256,5 +256,5 @@ class Forgers(RuleBasedStateMachine):
         machine.teardown()
 
 
-Forgers.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+Forgers.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None, report_multiple_bugs=False)
 TestForgers: Any = Forgers.TestCase

@@ -268,11 +268,14 @@ def test_a_snapshot_asked_for_in_an_epoch_that_has_ended_is_not_taken() -> None:
 
 def test_a_snapshot_that_misses_batches_before_those_kept_is_followed_by_another() -> None:
     sync = synced_to(1)
-    attempt = attempt_of(sync.batch(batch(5, store(5)), 1.0))
-    actions = sync.chunk(chunk(3, 0, 1, store(1, 2)), attempt, 2.0)
-    assert actions == [ClearAll(), Apply([store(1, 2)]), RequestSnapshot(attempt + 1)]
+    attempt = attempt_of(sync.batch(batch(2, store(3)), 1.0))
+    sync.batch(batch(5, store(6)), 1.5)
+    actions = sync.chunk(chunk(4, 0, 1, store(1, 2, 3, 4)), attempt, 2.0)
+    assert actions == [ClearAll(), Apply([store(1, 2, 3, 4)]), RequestSnapshot(attempt + 1)]
     assert not sync.synced
-    assert sync.chunk(chunk(5, 0, 1, store(1, 2, 4)), attempt + 1, 3.0) == [ClearAll(), Apply([store(1, 2, 4)]), Apply([store(5)])]
+    sync.batch(batch(6, store(7)), 2.5)
+    actions = sync.chunk(chunk(6, 0, 1, store(1, 2, 3, 4, 5, 6)), attempt + 1, 3.0)
+    assert actions == [ClearAll(), Apply([store(1, 2, 3, 4, 5, 6)]), Apply([store(7)])]
     assert sync.synced
 
 
@@ -309,13 +312,19 @@ def test_a_stream_that_never_agrees_is_not_copied_more_than_every_other_second()
 def test_batches_kept_for_a_snapshot_that_never_comes_are_bounded() -> None:
     sync = StreamSync()
     big = Store(Tier.DEVICE, bytes(1024 * 1024))
-    for seq in range(1, 100):
-        sync.batch(batch(seq, big), 0.0)
-    attempt = attempt_of(sync.tick(10.0))
+    attempt = attempt_of(sync.batch(batch(1, big), 0.0))
+    for seq in range(2, 100):
+        sync.batch(batch(seq, big), 0.1)
     assert sync._kept_bytes <= 16 * 1024 * 1024
-    assert sync.chunk(chunk(50, 0, 1), attempt, 10.1) == []
-    assert not sync.synced, "what was let go is a gap, and found"
-    assert sync.tick(12.0) == [RequestSnapshot(attempt + 1)]
+    assert sync.chunk(chunk(50, 0, 1), attempt, 1.0) == [RequestSnapshot(attempt + 1)], "what was let go is a gap, and found"
+    assert sync._kept_bytes == 0
+
+
+def test_a_relay_that_stays_behind_what_was_heard_in_its_name_is_believed() -> None:
+    sync = synced_to(1)
+    sync.batch(batch(1, store(2)), 0.0)
+    assert sync.beacon(beacon(1, 1), 1.0) == [], "it may have been overtaken"
+    assert asks(sync.beacon(beacon(1, 1), 3.0))
 
 
 def test_H14_a_copy_is_doubted_while_the_bus_is_away_and_believed_when_the_next_message_agrees() -> None:
