@@ -201,9 +201,7 @@ class EngineServer:
         served, adapter = self._serving(ask.model)
         prompts = ask.sequences(adapter, self._settings.output_tokens, self._settings.seed)
         with self._core.generate(prompts) as feed:
-            head = Head(
-                prefix + self._request_id(request, ask), int(self._clock()), self._settings.kind, self._settings.prompt_tokens_details
-            )
+            head = Head(self._reply_id(request, ask, prefix), int(self._clock()), self._settings.kind, self._settings.prompt_tokens_details)
             reply = Reply(msgspec.structs.replace(ask, model=served), feed.sequences, self._text.words, head)
             if ask.stream:
                 return await self._stream(request, feed, reply)
@@ -260,9 +258,12 @@ class EngineServer:
         if rank is not None and rank != "0":
             raise Refusal(400, f"data_parallel_rank {rank} is out of range [0, 1).")
 
-    def _request_id(self, request: web.Request, ask: Ask) -> str:
-        given = request.headers.get("X-Request-Id") if self._settings.kind is EngineKind.VLLM else ask.request_id
-        return given or hashlib.blake2s(f"{self._started}-{next(self._ids)}".encode(), digest_size=8).hexdigest()
+    def _reply_id(self, request: web.Request, ask: Ask, prefix: str) -> str:
+        """VLLM puts a prefix before the id of the header; SGLang takes the body's `rid` as it is."""
+        made = hashlib.blake2s(f"{self._started}-{next(self._ids)}".encode(), digest_size=8).hexdigest()
+        if self._settings.kind is EngineKind.SGLANG:
+            return ask.request_id or made
+        return prefix + request.headers.get("X-Request-Id", made)
 
     # ------------------------------------------------------------------------------------------------ what it is
 
