@@ -70,7 +70,8 @@ async def serve(settings: ServeSettings) -> None:
 @contextlib.asynccontextmanager
 async def running(settings: ServeSettings) -> AsyncIterator[str]:
     """A router that serves within the context; its URL. Raises OSError, BrokerError, BusUnreachable or PolicyNotLoaded."""
-    name, policy = load_policy(settings.policy, msgspec.convert(msgspec.structs.asdict(settings.kv), KvWeights))
+    weights = msgspec.convert(msgspec.structs.asdict(settings.kv), KvWeights)
+    name, policy = await asyncio.to_thread(load_policy, settings.policy, weights)  # it may import a user's module
     scheduler = Scheduler(policy, name, settings.router_temperature, random.Random())
     async with contextlib.AsyncExitStack() as stack:
         broker = None if settings.nats else Broker()

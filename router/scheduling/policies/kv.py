@@ -51,6 +51,7 @@ class Kv:
         """See the module's text. Without tokens only the load counts."""
         weights = self.weights
         tokens = request.prompt_tokens
+        unit = candidates[0].block_size  # engines that cut blocks of another size are put on one scale, in this one's blocks
         costs = []
         for candidate in candidates:
             overlap, load, block_size = candidate.overlap, candidate.load, candidate.block_size
@@ -60,8 +61,10 @@ class Kv:
                 credit += self._lower_tiers(candidate, overlap.device + computing)
             queued = max(0.0, load.active_prefill_tokens / block_size - computing)
             prefill = max(0.0, queued + tokens / block_size - credit)
-            decode = load.active_blocks + candidate.new_blocks
-            costs.append(weights.prefill_load_scale * prefill + decode + weights.decode_active_request_weight * load.active_requests)
+            blocks = weights.prefill_load_scale * prefill + load.active_blocks + candidate.new_blocks
+            if block_size != unit:
+                blocks *= block_size / unit
+            costs.append(blocks + weights.decode_active_request_weight * load.active_requests)
         return costs
 
     def _lower_tiers(self, candidate: Candidate, covered: int) -> float:

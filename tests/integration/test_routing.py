@@ -1,0 +1,293 @@
+"""The first complete path, on simulated engines: a prompt comes back to where it is cached, and everything else that follows."""
+
+from __future__ import annotations
+
+import aiohttp
+import msgspec
+import pytest
+
+from engines.simulator.engine import SimulatedEngine
+from engines.types import EngineKind, EngineSpec
+from tests.rig import Router, fleet, prompt, routing, settings_of
+from tests.waiting import until
+
+
+async def holds(router: Router, engine: str, text: str, *, model: str = "sim") -> None:
+    """Wait until the router has heard that `engine` holds `text`."""
+
+    async def heard() -> bool:
+        return await router.overlap_at(engine, text, model=model) > 0
+
+    await until(heard, what="the events of the prompt arrive")
+
+
+async def send_directly(router: Router, engine: SimulatedEngine, text: str) -> None:
+    """Let an engine compute a chat's prompt without the router choosing it."""
+    body = {"model": "sim", "max_tokens": 1, "messages": [{"role": "user", "content": text}]}
+    async with router.session.post(engine.url + "/v1/chat/completions", json=body) as response:
+        assert response.status == 200
+
+
+async def test_a_repeated_prompt_goes_back_to_its_engine_and_is_a_hit_by_the_engines_own_count() -> None:
+    async with fleet(3) as engines, routing(engines) as router:
+        homes = {}
+        for name in "abcdef":
+            first = await router.chat(prompt(name))
+            assert (first.status, first.reason, first.cached_tokens) == (200, "no_shared_prefix", 0)
+            homes[name] = first.engine
+            await holds(router, first.engine, prompt(name))
+        for name, home in homes.items():
+            again = await router.chat(prompt(name))
+            assert (again.engine, again.reason, again.signal) == (home, "kv", "live")
+            assert again.cached_tokens == again.overlap_tokens > 0
+
+
+@pytest.mark.parametrize("policy", ["kv", "round-robin", "random", "least-loaded", "power-of-two", "session"])
+async def test_U2_each_policy_is_one_flag(policy: str) -> None:
+    async with fleet(2) as engines, routing(engines, policy=policy) as router:
+        answers = [await router.chat(prompt("a"), headers={"x-session-id": "s1"}) for _ in range(6)]
+        assert {answer.status for answer in answers} == {200}
+        assert {answer.headers["x-commutator-policy"] for answer in answers} == {policy}
+        used = {answer.engine for answer in answers}
+        if policy == "round-robin":
+            assert [answer.engine for answer in answers[:2]] == [answer.engine for answer in answers[2:4]]
+            assert len(used) == 2
+        if policy == "session":
+            assert len(used) == 1
+
+
+async def test_a_policy_of_the_users_own_is_one_flag_too() -> None:
+    async with fleet(2) as engines, routing(engines, policy="tests.integration.test_routing:LastByName") as router:
+        answers = [await router.chat(prompt(str(number))) for number in range(4)]
+        assert {answer.engine for answer in answers} == {max(engine.url for engine in engines)}
+        broken = await router.chat(prompt("x"), model="sim", user="fail")
+        assert broken.status == 500
+        assert "LastByName" in broken.json["error"]["message"]
+        assert (await router.chat(prompt("y"))).status == 200
+
+
+class LastByName:
+    """Always the engine whose URL sorts last."""
+
+    def score(self, request, candidates, context):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201  as a user would
+        if request.session == "fail":
+            raise RuntimeError("told to")
+        order = sorted(candidate.endpoint.engine for candidate in candidates)
+        return [-order.index(candidate.endpoint.engine) for candidate in candidates]
+
+
+async def test_R1_a_configured_block_size_that_disagrees_is_a_visible_mismatch() -> None:
+    async with fleet(1, block_size=48) as (engine,):
+        async with routing([engine]) as router:
+            await router.chat(prompt("a"))
+            await holds(router, engine.url, prompt("a"))
+            assert (await router.chat(prompt("a"))).overlap_tokens % 48 == 0
+        async with routing([EngineSpec(url=engine.url, block_size=16)]) as router:
+            first = await router.chat(prompt("b"))
+
+            async def named() -> bool:
+                return await router.metric("router_signal_state", state="mismatch") == 1
+
+            await until(named, what="the mismatch is named")
+            again = await router.chat(prompt("b"))
+            assert (first.status, again.status, again.signal) == (200, 200, "mismatch")
+
+
+async def test_R2_two_engines_of_one_model_with_different_block_sizes_both_get_their_prompts_back() -> None:
+    async with fleet(1, block_size=16) as (small,), fleet(1, block_size=64) as (large,), routing([small, large]) as router:
+        for number in range(8):
+            home = (small, large)[number % 2]
+            await send_directly(router, home, prompt(f"p{number}-"))
+            await holds(router, home.url, prompt(f"p{number}-"))
+        for number in range(8):
+            again = await router.chat(prompt(f"p{number}-"))
+            assert (again.engine, again.cached_tokens) == ((small, large)[number % 2].url, again.overlap_tokens)
+            assert again.cached_tokens > 0
+
+
+async def test_R3_an_engine_that_publishes_no_events_is_named_blind_and_still_gets_its_share() -> None:
+    async with fleet(1) as (live,), fleet(1, kv_events=False) as (blind,), routing([live, blind]) as router:
+        assert await router.metric("router_signal_state", engine=blind.url, state="blind") == 1
+        assert await router.metric("router_signal_state", engine=live.url, state="live") == 1
+        answers = [await router.chat(prompt(f"p{number}-")) for number in range(30)]
+        at_blind = [number for number, answer in enumerate(answers) if answer.engine == blind.url]
+        assert 5 <= len(at_blind) <= 25
+        assert {answers[number].reason for number in at_blind} == {"blind"}
+        again = await router.chat(prompt(f"p{at_blind[-1]}-"))
+        assert (again.engine, again.reason, again.signal) == (blind.url, "predicted", "blind")
+        assert again.cached_tokens > 0
+
+
+async def test_R4_when_the_event_feed_dies_the_decisions_reason_changes() -> None:
+    async with fleet(1) as (engine,), routing([engine], blind_after_s=0.3) as router:
+        await router.chat(prompt("a"))
+        await holds(router, engine.url, prompt("a"))
+        assert (await router.chat(prompt("a"))).reason == "kv"
+        engine.faults.kv.muted = True
+        await router.chat(prompt("b"))
+
+        async def stale() -> bool:
+            return await router.metric("router_signal_state", state="stale") == 1
+
+        await until(stale, what="the silence is noticed")
+        again = await router.chat(prompt("b"))
+        assert (again.reason, again.signal) == ("predicted", "stale")
+
+
+async def test_R7_an_engine_restarted_in_place_is_believed_empty() -> None:
+    async with fleet(2) as engines, routing(engines) as router:
+        home = (await router.chat(prompt("a"))).engine
+        await holds(router, home, prompt("a"))
+        restarted = next(engine for engine in engines if engine.url == home)
+        await restarted.restart()
+
+        async def forgotten() -> bool:
+            return await router.metric("router_cached_blocks", engine=home) == 0 and await router.serving() == 2
+
+        await until(forgotten, what="the old blocks are forgotten")
+        assert await router.overlap_at(home, prompt("a")) == 0
+        again = await router.chat(prompt("a"))
+        assert (again.status, again.overlap_tokens, again.cached_tokens) == (200, 0, 0)
+        await holds(router, again.engine, prompt("a"))
+        assert (await router.chat(prompt("a"))).cached_tokens > 0
+
+
+async def test_R16_engines_with_different_root_hashes_both_match() -> None:
+    async with fleet(2) as engines, routing(engines) as router:
+        assert len({engine.settings.hash_seed for engine in engines}) == 2
+        for engine in engines:
+            await send_directly(router, engine, prompt("a"))
+            await holds(router, engine.url, prompt("a"))
+        overlaps = {await router.overlap_at(engine.url, prompt("a")) for engine in engines}
+        assert len(overlaps) == 1
+
+
+async def test_C3_models_are_listed_once_and_requests_go_only_where_the_model_is() -> None:
+    async with (
+        fleet(1, served_model_name="a,b") as (ab,),
+        fleet(1, served_model_name="b,c") as (bc,),
+        routing([ab, bc]) as router,
+    ):
+        listed = (await router.get("/v1/models")).json["data"]
+        assert sorted(card["id"] for card in listed) == ["a", "b", "c"]
+        assert all(card["max_model_len"] and card["root"] for card in listed)
+        for _ in range(4):
+            assert (await router.chat("x", model="a")).engine == ab.url
+            assert (await router.chat("x", model="c")).engine == bc.url
+        unknown = await router.chat("x", model="d")
+        assert unknown.status == 404
+        assert "`d`" in unknown.json["error"]["message"]
+        one = await router.get("/v1/models/b")
+        assert one.json["id"] == "b"
+        assert (await router.get("/v1/models/d")).status == 404
+
+
+@pytest.mark.parametrize("form", ["text", "ids", "texts", "id lists"])
+async def test_C5_every_form_of_prompt_passes_unchanged_and_gets_overlap(form: str) -> None:
+    ids = list(range(10, 210))
+    prompts: dict[str, object] = {"text": prompt("a"), "ids": ids, "texts": [prompt("a"), prompt("b")], "id lists": [ids, ids[50:]]}
+    async with fleet(2) as engines, routing(engines) as router:
+        body = msgspec.json.encode({"model": "sim", "max_tokens": 1, "prompt": prompts[form]})
+        first = await router.post("/v1/completions", body)
+        assert first.status == 200
+        home = next(engine for engine in engines if engine.url == first.engine)
+        assert [request.body for request in home.requests if request.path == "/v1/completions"] == [body]
+
+        async def warm() -> bool:
+            return bool((await router.post("/route?path=/v1/completions", body)).json["overlap_tokens"])
+
+        await until(warm, what="the events of the prompt arrive")
+        again = await router.post("/v1/completions", body)
+        assert (again.engine, again.reason) == (home.url, "kv")
+
+
+async def test_bad_input_is_answered_in_the_openai_shape_and_no_engine_sees_it() -> None:
+    async with fleet(1) as (engine,), routing([engine], max_body_bytes=10_000) as router:
+        seen = len(engine.requests)
+        cases = [
+            (await router.chat("x", model="nope"), 404, "nope"),
+            (await router.post("/v1/chat/completions", b"{not json"), 400, "JSON"),
+            (await router.post("/v1/chat/completions", b'{"model": 7}'), 400, "model"),
+            (await router.chat("x" * 20_000), 413, "10000"),
+            (await router.post("/v1/chat/completions", {"model": "sim", "messages": [{"role": "wizard", "content": "x"}]}), 400, "wizard"),
+            (await router.get("/v1/chat/completions"), 405, "POST"),
+            (await router.post("/pause", {}), 404, "/pause"),
+            (await router.post("//v1/../invocations", {}), 404, ""),
+        ]
+        for answer, status, words in cases:
+            assert answer.status == status, answer
+            error = answer.json["error"]
+            assert words in error["message"]
+            assert set(error) == {"message", "type", "param", "code"}
+        paths = [request.path for request in list(engine.requests)[seen:]]
+        assert not [path for path in paths if path not in ("/health", "/metrics", "/v1/models", "/version")]
+        assert (await router.chat("x")).status == 200
+
+
+async def test_streams_pass_byte_for_byte() -> None:
+    async with fleet(1) as (engine,), routing([engine]) as router:
+        body = msgspec.json.encode(
+            {"model": "sim", "stream": True, "max_tokens": 20, "messages": [{"role": "user", "content": "héllo 你好 🎉"}], "seed": 1}
+        )
+        direct = await (await router.session.post(engine.url + "/v1/chat/completions", data=body)).read()
+        routed = await router.post("/v1/chat/completions", body)
+        assert routed.headers["content-type"].startswith("text/event-stream")
+        assert routed.body.endswith(b"data: [DONE]\n\n")
+        assert routed.body.count(b"\n\n") == direct.count(b"\n\n")
+
+
+async def test_handshake_fields_of_clients_never_reach_an_engine() -> None:
+    async with fleet(1) as (engine,), routing([engine]) as router:
+        sent: dict[str, object] = {
+            "kv_transfer_params": {"do_remote_prefill": True},
+            "bootstrap_room": 7,
+            "routed_dp_rank": 3,
+            "unknown": {"big": 2**70},
+        }
+        body = {"model": "sim", "messages": [{"role": "user", "content": "x"}]} | sent
+        answer = await router.post("/v1/chat/completions", body, {"X-data-parallel-rank": "5"})
+        assert answer.status == 200
+        request = next(request for request in reversed(engine.requests) if request.path == "/v1/chat/completions")
+        assert b"do_remote_prefill" not in request.body
+        assert b"bootstrap_room" not in request.body
+        assert b"routed_dp_rank" not in request.body
+        assert str(2**70).encode() in request.body
+        assert b"x-data-parallel-rank" not in {name.lower() for name, _ in request.headers}
+
+
+async def test_an_engine_that_is_not_up_yet_joins_when_it_is() -> None:
+    async with fleet(1) as (late,):
+        await late.refuse()
+        async with routing([late], wait_for=0) as router:
+            ready = await router.get("/ready")
+            assert (ready.status, ready.json["ready"]) == (503, False)
+            assert (await router.chat("x")).status == 503
+            await late.accept()
+
+            async def serves() -> bool:
+                return (await router.get("/ready")).status == 200
+
+            await until(serves, what="the engine joins")
+            assert (await router.get("/ready?model=sim")).status == 200
+            assert (await router.get("/ready?model=other")).status == 503
+            assert (await router.chat("x")).status == 200
+
+
+async def test_a_mixed_fleet_of_both_kinds_shares_the_index() -> None:
+    async with fleet(1) as (vllm,), fleet(1, kind=EngineKind.SGLANG) as (sglang,), routing([vllm, sglang]) as router:
+        homes: dict[str, str] = {}
+        for name in "abcdefgh":
+            answer = await router.chat(prompt(name))
+            homes[name] = answer.engine
+            await holds(router, answer.engine, prompt(name))
+        assert set(homes.values()) == {vllm.url, sglang.url}
+        for name, home in homes.items():
+            assert (await router.chat(prompt(name))).engine == home
+
+
+async def test_a_request_in_flight_finishes_when_the_router_is_stopped() -> None:
+    async with SimulatedEngine(settings_of(speedup=1, decode_step_ms=20)) as engine, aiohttp.ClientSession() as session:
+        async with routing([engine], grace_period_s=10.0) as router:
+            response = await Router(router.url, session).begin("x", stream=True, max_tokens=30)
+            await until(lambda: engine.running == 1, what="the request is running")
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
