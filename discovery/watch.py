@@ -27,6 +27,8 @@ from engines.types import EngineInfo, EngineSpec
 
 FIRST_DELAY_S = 0.25
 FAILURES_TO_LEAVE = 2
+MIN_APART_S = 0.1
+"""However many requests suspect an engine, its checks start at least so far apart."""
 _OUR_OWN = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 """Why a connection cannot be made that say nothing of the engine: this process is short of something."""
 _MAX_REASONS = 16
@@ -85,10 +87,14 @@ class Watch:
 
     async def run(self) -> None:
         """Join, stay, leave, and again."""
+        loop = asyncio.get_running_loop()
         while True:
             await self._join()
-            reason = await self._stay()
-            self.leave(reason)
+            joined = loop.time()
+            self.leave(await self._stay())
+            if loop.time() - joined < self._times.probe_period_s:
+                # Two processes taking turns at one URL would have us probe without a pause.
+                await self._pause(self._times.probe_period_s)
 
     def leave(self, reason: str) -> None:
         """The engine is no member any more, if it was one."""
@@ -113,12 +119,17 @@ class Watch:
 
     async def _stay(self) -> str:
         """Returns the reason to leave."""
-        self._failures = 0
+        loop = asyncio.get_running_loop()
+        self._failures, started = 0, loop.time()
         reason = await self._refresh()
         while reason is None:
-            # After a failure the next check comes in half the time, so that two in a row end within two periods.
-            await self._pause(self._times.probe_period_s / (2 if self._failures else 1))
+            # Counted from the start of the last check, and half a period after a failure: two failures in a row then end within two
+            # periods of the last success, however long each took to fail.
+            wait_s = self._times.probe_period_s / (2 if self._failures else 1)
+            await asyncio.sleep(started + min(wait_s, MIN_APART_S) - loop.time())
+            await self._pause(started + wait_s - loop.time())
             self._suspected.clear()
+            started = loop.time()
             reason = await self._check()
         return reason
 
@@ -151,7 +162,9 @@ class Watch:
         info = self._info()
         try:
             seen = await look(self._client, info)
-        except EngineError:
+        except EngineError as error:
+            if isinstance(error, EngineUnreachable) and error.number == errno.ECONNREFUSED:
+                return str(error)
             self._listener.load(info.id, dict.fromkeys(info.ranks, EngineLoad()))
             return None
         if not Changed(info, seen.info).same_life:

@@ -10,6 +10,8 @@ engine says, except for the block size, where the engine knows better.
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from engines import metrics, sglang, vllm
@@ -18,8 +20,10 @@ from engines.errors import EngineAnswered, EngineBroken, EngineNotReady, NotAnEn
 from engines.metrics import EngineLoad
 from engines.types import EngineInfo, EngineKind, EngineSpec, KvSource, Model
 from engines.urls import at_rank, host_of, reachable
+from engines.zmtp import socket_type
 
 _NAMES = {EngineKind.VLLM: "vLLM", EngineKind.SGLANG: "SGLang"}
+_ZMTP_TIMEOUT_S = 1.0
 _GATEWAY_ERRORS = frozenset({502, 503, 504})
 
 
@@ -122,6 +126,7 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
     caches = metrics.read_cache_config(text)
     told = await client.ask(vllm.KV_EVENT_SOURCES)
     sources = vllm.read_kv_sources(told.body, host_of(client.url)) if told.ok else ()
+    sources = tuple(await asyncio.gather(*map(_settled, sources)))
     if told.ok:
         why = "it was started without --kv-events-config"
     else:
@@ -189,6 +194,13 @@ async def _sglang_load_path(client: EngineClient) -> str | None:
     page = await client.ask(sglang.METRICS)
     offered = page.ok and metrics.read_load(EngineKind.SGLANG, page.body.decode(errors="replace"))
     return sglang.METRICS if offered else None
+
+
+async def _settled(source: KvSource) -> KvSource:
+    """The source with `bind` as it is: an engine configured as `tcp://*:0` reports the address it bound, as if it connected there."""
+    if source.bind and await socket_type(source.events, timeout_s=_ZMTP_TIMEOUT_S) in {"PUB", "XPUB"}:
+        return msgspec.structs.replace(source, bind=False)
+    return source
 
 
 def _as_given(spec: EngineSpec, url: str, told: tuple[KvSource, ...], ranks: tuple[int, ...]) -> tuple[KvSource, ...]:

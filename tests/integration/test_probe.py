@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import aiohttp
 import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
 from engines.client import EngineClient
 from engines.errors import (
@@ -24,6 +26,7 @@ from engines.errors import (
 from engines.metrics import EngineLoad
 from engines.probe import alive, describe, look, probe
 from engines.types import EngineInfo, EngineKind, EngineSpec, KvSource
+from engines.zmtp import socket_type
 from tests.integration.engine_fakes import Answer, FakeEngine, sglang_answers, vllm_answers
 
 Start = Callable[..., Awaitable[FakeEngine]]
@@ -211,6 +214,30 @@ async def test_a_stranger_gets_a_line_saying_what_answered(
     with pytest.raises((NotAnEngine, EngineAnswered), match=words) as error:
         await ask(session, EngineSpec(engine.url))
     assert "\n" not in str(error.value)
+
+
+async def test_who_binds_is_found_out_where_the_configuration_does_not_tell(session: aiohttp.ClientSession, start: Start) -> None:
+    answers = vllm_answers()
+    engine = await start(answers)
+    with zmq.asyncio.Context() as context:
+        bound = {kind: context.socket(kind) for kind in (zmq.PUB, zmq.SUB)}
+        for kind, engine_binds in ((zmq.PUB, True), (zmq.SUB, False)):
+            port = bound[kind].bind_to_random_port("tcp://127.0.0.1")
+            source = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}"}
+            answers["/kv_event_sources"] = Answer(msgspec.json.encode({"0": source}))
+            (found,) = (await ask(session, EngineSpec(engine.url))).kv_sources
+            assert (found.events, found.bind) == (f"tcp://127.0.0.1:{port}", not engine_binds)
+            bound[kind].close(linger=0)
+            (found,) = (await ask(session, EngineSpec(engine.url))).kv_sources
+            assert found.bind  # nobody listens there: it is ours to bind
+
+
+async def test_what_speaks_no_zmq_is_no_publisher() -> None:
+    for said in (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" + b" " * 100):
+        server, url = await serve_raw(said)
+        async with server:
+            assert await socket_type(url.replace("http://", "tcp://"), timeout_s=5.0) is None
+    assert await socket_type("ipc:///nowhere", timeout_s=5.0) is None
 
 
 async def serve_raw(said: bytes) -> tuple[asyncio.Server, str]:
