@@ -6,9 +6,8 @@ generation prompt; tools are tried a second time without their wrapper; what the
 
 from __future__ import annotations
 
+import json
 from typing import Any
-
-import msgspec
 
 from router.prompts.dialect import MEDIA, OURS, ChatPrompt, flag, only_seen, refused, template_kwargs
 from router.prompts.errors import NotRenderable
@@ -155,12 +154,22 @@ def _calls(calls: object, *, parses: bool) -> list[dict[str, Any]]:
 
 def _arguments(text: str) -> dict[str, Any]:
     try:
-        parsed = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+        parsed = json.loads(text, parse_int=_integer, parse_constant=_no_constant)
+    except ValueError as error:
         raise refused("tool call arguments that are not JSON") from error
     if not isinstance(parsed, dict):
         raise refused("tool call arguments that are not an object")
     return parsed
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _integer(digits: str) -> int | float:
+    """As orjson, which SGLang parses with: what 64 bits do not hold becomes a float."""
+    number = int(digits)
+    return number if -(2**63) <= number < 2**64 else float(number)
 
 
 def _tool(tool: object) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from router.prompts.errors import TokenizerNotFound
 
 Backend = Literal["fastokens", "tokenizers"]
 
-LONG_CHARS: dict[Backend, int] = {"fastokens": 256 * 1024, "tokenizers": 8 * 1024}
-"""Longer texts are encoded in a thread, so that the loop is not kept for more than some 5 ms (measured, see docs/prompts.md)."""
+LONG_CHARS: dict[Backend, int] = {"fastokens": 64 * 1024, "tokenizers": 4 * 1024}
+"""Longer texts are encoded in a thread, so that the loop is not kept for more than some 10 ms (measured, see docs/prompts.md)."""
 
 CHECKED = (
     "",

@@ -84,6 +84,8 @@ def _message(message: object, *, wraps: bool) -> dict[str, Any]:
             told["content"] = "\n".join(part["text"] for part in told["content"])
     told |= {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
     if role == "developer":
+        if message.get("tools"):
+            raise NotRenderable("tools within a message")
         told["tools"] = message.get("tools")
     return told
 
@@ -93,6 +95,8 @@ def _parts(role: str, message: dict[str, Any]) -> list[Any]:
         case str(text):
             parts: list[Any] = [{"type": "text", "text": text}]
         case list(given):
+            if given and all(isinstance(part, str) for part in given):
+                raise NotRenderable("content parts that are all bare strings")  # for some roles an error, for others text
             parts = given
         case None if role == "assistant" or "content" not in message:
             parts = []
@@ -104,7 +108,7 @@ def _parts(role: str, message: dict[str, Any]) -> list[Any]:
 def _content(parts: list[Any], *, wraps: bool) -> str | list[dict[str, Any]]:
     if wraps:
         return [part for part in map(_wrapped, parts) if part is not None]
-    return "\n".join(text for text in map(_text, parts) if text is not None)
+    return "\n".join(text for text in map(_text, parts) if text)  # an empty part is no part
 
 
 def _text(part: object) -> str | None:
