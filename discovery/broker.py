@@ -78,6 +78,11 @@ class Broker:
         """The process running now."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def url(self) -> str:
+        """Where it listens, once started; holds the token."""
+        return f"nats://{self._token}@127.0.0.1:{self._port}"
+
     async def start(self) -> str:
         """A server is listening when this returns its URL, which holds the token. Raises BrokerError."""
         self._binary = await asyncio.to_thread(find_binary)
@@ -88,7 +93,7 @@ class Broker:
         except BaseException:
             await self.stop()
             raise
-        return f"nats://{self._token}@127.0.0.1:{self._port}"
+        return self.url
 
     async def run(self) -> None:
         """Watches the process and starts it again, on the same port, whenever it ends; ends only by cancellation or `stop`."""

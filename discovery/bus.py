@@ -41,6 +41,7 @@ TURN_BYTES = 128 * 1024
 MESSAGE_COST = 512
 """After callbacks have taken in so much, everything else on the loop gets a turn: below 10 ms of work on keys, measured."""
 CONNECT_TIMEOUT_S = 2
+FLUSH_TIMEOUT_S = 10
 RECONNECT_MIN_S = 0.05
 RECONNECT_MAX_S = 1.0
 PING_INTERVAL_S = 5
@@ -148,6 +149,7 @@ class Bus:
         self._lost: list[Callable[[], None]] = []
         self._back: list[Callable[[], None]] = []
         self._turn_bytes = 0
+        self._flushing: asyncio.Timeout | None = None
         self._last_error: Exception | None = None
 
     @property
@@ -334,9 +336,23 @@ class Bus:
             case _Unsubscribe(nats):
                 await nats.unsubscribe()
             case _Flush(done):
-                await client.flush()
-                if not done.done():
-                    done.set_result(None)
+                await self._flush(client, done)
+
+    async def _flush(self, client: Client, done: asyncio.Future[None]) -> None:
+        """The client waits its whole time for an answer on a connection that has ended; so `_on_closed` ends this."""
+        error: BusUnreachable | None = BusUnreachable(f"NATS at {self.servers} went away")
+        try:
+            async with asyncio.timeout(FLUSH_TIMEOUT_S) as self._flushing:
+                await client.flush(timeout=FLUSH_TIMEOUT_S)
+            error = None
+        finally:
+            self._flushing = None
+            if done.done():
+                pass  # whoever waited has given up
+            elif error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
 
     async def _attach(self, client: Client, subscription: Subscription) -> None:
         if subscription._client is client or not subscription.active:  # noqa: SLF001  see Subscription.cancel
@@ -388,6 +404,8 @@ class Bus:
 
     async def _on_closed(self) -> None:
         self._work.set()
+        if self._flushing is not None:
+            self._flushing.reschedule(0)
 
     def _cause(self, error: Exception) -> str:
         """What went wrong in connecting: when all servers failed, the client says only that, and told us why before."""
