@@ -17,6 +17,8 @@ from discovery.monitor import Monitor
 from discovery.registry import Registry
 from discovery.watch import MIN_APART_S
 from engines.metrics import EngineLoad
+from engines.simulator.engine import SimulatedEngine
+from engines.simulator.settings import SimulateSettings
 from engines.types import EngineInfo, EngineSpec
 from tests.integration.engine_fakes import Answer, FakeEngine, sglang_answers, vllm_answers
 from tests.waiting import until
@@ -248,6 +250,29 @@ async def test_R7_an_engine_restarted_in_place_leaves_and_joins_anew(start: Star
         await until(lambda: heard.of(engine) == ["joined", "left", "joined"])
         assert heard.reasons == ["it was restarted"]
         assert registry.members[0].boot == 1795954999.0
+
+
+async def test_R7_a_simulated_engine_restarted_in_place_leaves_and_joins_anew() -> None:
+    async with (
+        SimulatedEngine(SimulateSettings(port=0)) as engine,
+        watching([EngineSpec(engine.url)], period_s=0.05, timeout_s=1.0) as (_, heard, registry),
+    ):
+        await until(lambda: len(registry) == 1)
+        await engine.restart()
+        await until(lambda: [what for what, _ in heard.events] == ["joined", "left", "joined"])
+
+
+async def test_C4_adapters_of_a_simulated_engine_come_and_go() -> None:
+    async with (
+        SimulatedEngine(SimulateSettings(port=0)) as engine,
+        watching([EngineSpec(engine.url)], period_s=0.05, timeout_s=1.0) as (_, heard, registry),
+    ):
+        await until(lambda: len(registry) == 1)
+        engine.adapters["ad1"] = "/lora/ad1"
+        await until(lambda: [model.id for model in registry.members[0].models] == ["sim", "ad1"])
+        del engine.adapters["ad1"]
+        await until(lambda: [model.id for model in registry.members[0].models] == ["sim"])
+        assert [what for what, _ in heard.events] == ["joined", "changed", "changed"]
 
 
 async def test_H9_another_model_at_the_same_url_replaces_the_old_one(start: Start) -> None:

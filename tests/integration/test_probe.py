@@ -25,6 +25,8 @@ from engines.errors import (
 )
 from engines.metrics import EngineLoad
 from engines.probe import alive, describe, look, probe
+from engines.simulator.engine import SimulatedEngine
+from engines.simulator.settings import SimulateSettings
 from engines.types import EngineInfo, EngineKind, EngineSpec, KvSource
 from engines.zmtp import socket_type
 from tests.integration.engine_fakes import Answer, FakeEngine, sglang_answers, vllm_answers
@@ -76,6 +78,26 @@ async def test_sglang_is_told_by_its_own_answers(session: aiohttp.ClientSession,
     assert info.tokenizer == "models/tiny"
     assert await alive(EngineClient(session, engine.url), info)
     assert "/health" not in engine.hits  # it would generate a token
+
+
+@pytest.mark.parametrize("kind", list(EngineKind))
+async def test_a_simulated_engine_is_found_to_be_what_it_is(session: aiohttp.ClientSession, kind: EngineKind) -> None:
+    async with SimulatedEngine(SimulateSettings(port=0, kind=kind, kv_blocks=99, block_size=8, kv_topic="t")) as engine:
+        info = await ask(session, EngineSpec(engine.url))
+        assert (info.id, info.kind, info.block_size, info.total_blocks, info.ranks) == (engine.url, kind, 8, 99, (0,))
+        assert [(source.events, source.replay, source.topic) for source in info.kv_sources] == [(engine.kv_events, engine.kv_replay, "t")]
+        assert not info.kv_sources[0].bind
+        client = EngineClient(session, engine.url)
+        assert await alive(client, info)
+        assert (await look(client, info)).load == {0: EngineLoad(0, 0, 0.0)}
+
+
+@pytest.mark.parametrize("kind", list(EngineKind))
+async def test_an_engine_without_events_is_found_to_publish_none(session: aiohttp.ClientSession, kind: EngineKind) -> None:
+    async with SimulatedEngine(SimulateSettings(port=0, kind=kind, kv_events=False)) as engine:
+        info = await ask(session, EngineSpec(engine.url))
+        assert info.kv_sources == ()
+        assert "publishes no KV events: it was started without --kv-events-config" in describe(info)
 
 
 async def test_R2_two_engines_keep_their_own_block_sizes(session: aiohttp.ClientSession, start: Start) -> None:
