@@ -44,14 +44,18 @@ def read_frames(frames: Sequence[bytes]) -> Message | None:
 async def replay(context: zmq.asyncio.Context, endpoint: str, first: int, *, silence_s: float) -> AsyncGenerator[Message, None]:
     """Messages from number `first` on, as the engine sends them; ends at its end marker.
 
-    Raises TimeoutError when nothing comes for `silence_s`, be it at once or half-way. A socket of its own for each question, so
+    Raises TimeoutError when nothing comes for `silence_s`, be it at once or half-way, and at once when nothing ever can, the endpoint
+    being none. A socket of its own for each question, so
     that a late answer to an earlier one is never taken for the answer to this. Close it with `contextlib.aclosing`.
     """
     with context.socket(zmq.DEALER, socket_class=zmq.asyncio.Socket) as dealer:
         dealer.linger = 0
         dealer.ipv6 = True
         dealer.rcvhwm = 0
-        dealer.connect(endpoint)
+        try:
+            dealer.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise TimeoutError(f"{endpoint}: {error}") from error
         await dealer.send_multipart([b"", first.to_bytes(SEQ_BYTES, "big")])
         while True:
             async with asyncio.timeout(silence_s):

@@ -80,6 +80,7 @@ class Publisher:
         self.asked: list[int] = []
         self.mute = False
         self.topic_in_replies = True
+        self.delimiter_in_replies = [b""]
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.drop_in_replies: set[int] = set()
@@ -152,9 +153,9 @@ class Publisher:
             dropped, self.drop_in_replies = self.drop_in_replies, set()
             for seq, payload in list(self.memory):
                 if seq >= first and seq not in dropped:
-                    await self._router.send_multipart([client, b"", *topic, seq.to_bytes(8, "big"), payload])
+                    await self._router.send_multipart([client, *self.delimiter_in_replies, *topic, seq.to_bytes(8, "big"), payload])
             if not dropped:
-                await self._router.send_multipart([client, b"", *([b""] if topic else []), END, b""])
+                await self._router.send_multipart([client, *self.delimiter_in_replies, *([b""] if topic else []), END, b""])
 
 
 @pytest.fixture
@@ -220,6 +221,18 @@ async def test_a_late_joiner_is_told_what_was_published_before(publisher: Publis
         await joined(publisher)
         await publisher.publish(batch(3))
         await eventually(sink, "joined", 0, 1, 2, 3)
+    assert publisher.asked == [0]
+
+
+async def test_R10_answers_without_the_empty_first_frame_are_read(publisher: Publisher) -> None:
+    publisher.delimiter_in_replies = []
+    publisher.topic_in_replies = False
+    await publisher.publish(batch(0))
+    await publisher.publish(batch(1))
+    async with following(publisher) as sink:
+        await joined(publisher)
+        await publisher.publish(batch(2))
+        await eventually(sink, "joined", 0, 1, 2)
     assert publisher.asked == [0]
 
 
@@ -539,3 +552,21 @@ async def test_a_port_that_speaks_something_else_is_not_an_event_and_not_a_busy_
             await until(lambda: connections >= 4, deadline_s=20)
         assert loop.time() - began > 0.3
         assert sink.told == ["joined"]
+
+
+async def test_an_address_that_is_none_is_said_once_and_is_not_fatal(caplog: pytest.LogCaptureFixture) -> None:
+    sink = Sink()
+    async with running(KvSource(0, "carrier-pigeon://roof"), sink):
+        await until(lambda: caplog.records)
+    assert [record.message for record in caplog.records] == ["kv events: socket failed"]
+    assert sink.told == ["joined"]
+
+
+async def test_a_replay_address_that_is_none_does_not_stop_the_live_stream(publisher: Publisher) -> None:
+    sink = Sink()
+    async with running(KvSource(0, publisher.events, "carrier-pigeon://roof"), sink):
+        await joined(publisher, asked=0)
+        await publisher.publish(batch(0))
+        await publisher.publish(batch(1), send=False)
+        await publisher.publish(batch(2))
+        await eventually(sink, "joined", 0, ("lost", 1, 1), 2)

@@ -18,12 +18,12 @@ from engines.events import BlockHash, Cleared, KvEvent, Removed, Skipped, SkipRe
 from engines.types import Tier
 
 SIZE = 2
-TIERS = st.sampled_from(Tier)
-GROUPS = st.integers(0, 1)
+TIERS = st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK])
+GROUPS = st.sampled_from([0, 0, 0, 1])
 # Few tokens and few names, so that repetitions, aliases and unknown parents are common.
 BLOCKS = st.lists(st.integers(0, 1), min_size=SIZE, max_size=SIZE)
-NAMES: st.SearchStrategy[BlockHash] = st.one_of(st.integers(-2, 9), st.sampled_from([b"a", b"b"]))
-LORAS = st.sampled_from([None, None, "ad"])
+NAMES: st.SearchStrategy[BlockHash] = st.sampled_from([-1, 0, 1, 2, 3, b"a"])
+LORAS = st.sampled_from([None, None, None, "ad"])
 
 Prefix = tuple[object, ...]
 """What a key stands for, spelled out: the root, then each block's tokens and extra."""
@@ -107,10 +107,12 @@ class Translating(RuleBasedStateMachine):
         self.pending.append(event)
         self.model.remove(event)
 
-    @rule()
-    def remove_everything_the_engine_holds(self) -> None:
-        for tier, group, name, _prefix in list(self.model.copies):
-            self.remove([name], tier, group)
+    @rule(data=st.data(), times=st.integers(1, 3))
+    def remove_what_is_held(self, data: st.DataObject, times: int) -> None:
+        for _ in range(times):
+            if self.model.copies:
+                tier, group, name, _prefix = data.draw(st.sampled_from(self.model.copies))
+                self.remove([name], tier, group)
 
     @rule(tokens=st.lists(st.integers(-1, 2**32), max_size=3), size=st.integers(-1, 3))
     def store_what_does_not_add_up(self, tokens: list[int], size: int) -> None:
@@ -121,15 +123,19 @@ class Translating(RuleBasedStateMachine):
     def skip(self, group: int) -> None:
         self.pending.append(Skipped("BlockStored", SkipReason.NOT_FULL_ATTENTION, group))
 
-    @rule()
-    def cleared(self) -> None:
-        self.pending.append(Cleared())
-        self.model.copies.clear()
-
-    @rule()
-    def new_life(self) -> None:
-        self.flush()
-        self._tell(self.translator.clear())
+    @rule(how=st.sampled_from(["not", "not", "not", "cleared", "new life", "one by one"]))
+    def everything_goes(self, how: str) -> None:
+        match how:
+            case "cleared":
+                self.pending.append(Cleared())
+            case "new life":
+                self.flush()
+                self._tell(self.translator.clear())
+            case "one by one":
+                for tier, group, name, _prefix in list(self.model.copies):
+                    self.remove([name], tier, group)
+            case _:
+                return
         self.model.copies.clear()
 
     @rule()
@@ -184,5 +190,5 @@ def key_of(prefix: Prefix) -> int:
     return unpack_keys(op.keys)[-1]
 
 
-Translating.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Translating.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestTranslating = Translating.TestCase
