@@ -11,12 +11,17 @@ import uvloop
 from pytest_asyncio.plugin import LoopFactory
 
 from discovery import logs
+from tests.engines.fixtures import arrange, real_sglang, real_silent_vllm, real_vllm, real_vllm_pair  # noqa: F401  fixtures for all below
 
 ROOMS = ["engines", "discovery", "router", "planner"]
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:
     return {"uvloop": uvloop.new_event_loop}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    arrange(items)
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
-"""The engines the suite is held against: simulated ones, and real ones where a run asks for them with `-m real_engine`."""
+"""The engines the suite is held against: simulated ones, and the real ones that `tests.engines.fixtures` starts."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import ClientSession, ClientTimeout
@@ -11,7 +11,6 @@ from engines.simulator.engine import SimulatedEngine
 from engines.simulator.settings import SimulateSettings
 from engines.types import EngineKind
 from tests.conformance.wire import Client, Engine, EventFeed
-from tests.engines import launch
 
 ENGINES = [
     "simulated_vllm",
@@ -30,18 +29,6 @@ async def simulated_vllm() -> AsyncIterator[SimulatedEngine]:
 @pytest.fixture
 async def simulated_sglang() -> AsyncIterator[SimulatedEngine]:
     async with SimulatedEngine(SimulateSettings(port=0, kind=EngineKind.SGLANG, kv_topic="kv-events")) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="session")
-def real_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[launch.RealEngine]:
-    with launch.RealEngine(launch.vllm(), tmp_path_factory.mktemp("vllm")) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="session")
-def real_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[launch.RealEngine]:
-    with launch.RealEngine(launch.sglang(), tmp_path_factory.mktemp("sglang")) as engine:
         yield engine
 
 

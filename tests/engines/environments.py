@@ -135,10 +135,10 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _build(recipe: Recipe, folder: Path) -> None:
     count = sum(1 for line in recipe.requirements.read_text().splitlines() if line and not line.startswith("#"))
-    python, packages = folder / "bin" / "python", folder / "lib" / recipe.python / "site-packages"
+    python = folder / "bin" / "python"
     _say(f"{folder.name}: making the environment")
     _run([recipe.python, "-m", "venv", folder])
-    pip = [python, "-m", "pip", "install", "--no-deps", "--no-compile", "--quiet", "--disable-pip-version-check", "--no-input"]
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--no-deps", "--no-compile", "--quiet", "--disable-pip-version-check", "--no-input"]
     _say(f"{folder.name}: installing {count} packages")
     _run([*pip, "--requirement", recipe.requirements])
     if recipe.metadata:
@@ -180,9 +180,9 @@ def main() -> None:
     if unknown := sorted(set(names) - set(RECIPES)):
         parser.error(f"no such engine: {', '.join(unknown)}")
     for name in names:
-        print(ensure(name))
+        sys.stdout.write(f"{ensure(name)}\n")
         if name == "vllm":
-            print(ensure_model())
+            sys.stdout.write(f"{ensure_model()}\n")
 
 
 if __name__ == "__main__":

