@@ -23,5 +23,7 @@ class Words:
 
     def following(self, tokens: array[int], seed: int) -> int:
         """The token that follows `tokens`. Runtime complexity: O(tokens), at the speed of crc32 (about 2 us for 1,600)."""
-        mixed = zlib.crc32(memoryview(tokens).cast("B"), seed & 0xFFFFFFFF) * 0x9E3779B97F4A7C15
+        # crc32 combines its start with the first token by XOR: spread over all bits, no seed makes one token look like another.
+        start = (seed + 1) * 0x9E3779B1 & 0xFFFFFFFF
+        mixed = zlib.crc32(memoryview(tokens).cast("B"), start) * 0x9E3779B97F4A7C15
         return self._ids[(mixed >> 32) % len(self._ids)]
