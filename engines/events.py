@@ -95,7 +95,7 @@ class UndecodableBatch(Exception):
 def decode(payload: bytes) -> KvBatch:
     """The batch in `payload`, its events in order; those that cannot be used are there as `Skipped`.
 
-    Raises UndecodableBatch only when the payload as a whole is not `[ts, events, …]`. O(size); measured at 1.2 µs per block of
+    Raises UndecodableBatch only when the payload as a whole is not `[ts, events, …]`. O(size); measured at 0.75 µs per block of
     16 tokens in the shape current engines send.
     """
     for decoder in (_MAPS, _ARRAYS):
