@@ -70,8 +70,18 @@ class _Copy:
         self.life = life
         self.sync = sync
         self.tracker = tracker
+        self.told = False
+        """Whether its relay has said, in this epoch, how it sees the signal and the block size: keys alone cannot be believed yet."""
         self.block_size: int | None = None
         self.reported: SignalState | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.sync.synced and self.told
+
+    def renewed(self) -> None:
+        self.told = False
+        self.tracker.restarted()
 
 
 class Mirror:
@@ -122,7 +132,7 @@ class Mirror:
         if copy is None:
             return Signal(SignalState.BLIND, "it is not among the engines that are mirrored")
         signal = copy.tracker.state(now)
-        if signal.believed and not copy.sync.synced:
+        if signal.believed and not copy.complete:
             return Signal(SignalState.STALE, f"its index is being copied: {copy.sync.why}")
         return signal
 
@@ -135,7 +145,7 @@ class Mirror:
     def ready(self, endpoint: Endpoint) -> bool:
         """Whether its part of the index is complete, or will never come."""
         copy = self._copies.get(endpoint)
-        return copy is not None and (copy.sync.synced or not copy.tracker.publishes)
+        return copy is not None and (copy.complete or not copy.tracker.publishes)
 
     def block_size(self, endpoint: Endpoint) -> int | None:
         """Tokens per block as its events have it; None before the first."""
@@ -199,7 +209,7 @@ class Mirror:
         now, epoch = self._clock(), copy.sync.epoch
         actions = copy.sync.batch(message, now) if isinstance(message, Batch) else copy.sync.beacon(message, now)
         if copy.sync.epoch != epoch:
-            copy.tracker.restarted()
+            copy.renewed()
         if message.epoch == copy.sync.epoch:
             self._note(copy, message, now)
         self._perform(copy, actions)
@@ -211,6 +221,7 @@ class Mirror:
             case Beacon(signal=state, reason=reason):
                 copy.tracker.beacon(_signal(state, reason), now, quiet=message.quiet, published=message.seq + message.quiet > 0)
                 copy.block_size = message.block_size or copy.block_size
+                copy.told = True
 
     def _on_reply(self, subject: str, payload: bytes, reply: str) -> None:
         del reply
@@ -233,7 +244,7 @@ class Mirror:
         epoch = copy.sync.epoch
         actions = copy.sync.chunk(chunk, attempt, self._clock())
         if copy.sync.epoch != epoch:
-            copy.tracker.restarted()
+            copy.renewed()
         self._perform(copy, actions)
 
     def _perform(self, copy: _Copy, actions: Iterable[Action]) -> None:

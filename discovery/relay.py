@@ -179,6 +179,7 @@ class Relay:
                 followed = self._followed.get(endpoint)
                 if followed is None:
                     continue
+                followed.feed.beacon()  # whoever asks has not heard the last one
                 for chunk in followed.feed.snapshot():
                     await self._bus.room()
                     self._bus.publish(reply, _encode(chunk))

@@ -102,7 +102,7 @@ class SyncCounts(msgspec.Struct):
     late: int = 0
     """Messages of a dead epoch or of a snapshot no longer wanted."""
     mismatches: int = 0
-    """Beacons whose digest differed."""
+    """Times that a beacon contradicted what we hold: its digest, or a position that stays behind ours."""
     epochs: int = 0
     snapshots: int = 0
     """Applied to the end."""
@@ -201,6 +201,7 @@ class StreamSync:
         elif self.phase is Phase.SYNCED:
             self._behind += 1
             if self._behind == MOST_BEHIND:
+                self.counts.mismatches += 1
                 self._resync(f"its relay has got to batch {beacon.seq} only, and batches to {self.seq - 1} were heard", now, actions)
         return actions
 

@@ -35,6 +35,7 @@ async def running(*parts: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
     async with asyncio.TaskGroup() as tasks:
         started = [tasks.create_task(never_ends(part)) for part in parts]
+        await asyncio.sleep(0)  # each has begun, so that cancelling it runs its `finally`
         try:
             yield
         finally:
