@@ -12,6 +12,8 @@ from router.scheduling.scheduler import Scheduler
 from router.scheduling.types import Candidate, Context, Decision, Load, Overlap, Policy, RoutingRequest
 
 BLOCK_SIZE = 16
+NOTHING_CACHED = Overlap()
+IDLE = Load()
 
 
 def endpoint(name: str, rank: int = 0) -> Endpoint:
@@ -23,8 +25,8 @@ def candidate(
     prompt_blocks: int = 10,
     *,
     new_blocks: int | None = None,
-    overlap: Overlap = Overlap(),
-    load: Load = Load(),
+    overlap: Overlap = NOTHING_CACHED,
+    load: Load = IDLE,
     signal: Signal = LIVE,
     block_size: int = BLOCK_SIZE,
 ) -> Candidate:
@@ -54,7 +56,7 @@ class Core:
         self.book = LoadBook()
         self.scheduler = Scheduler(policy, "p", 0.0, random.Random(seed))
         self.endpoints = [endpoint(name) for name in names]
-        self.signals = {end: LIVE for end in self.endpoints} | {endpoint(name): signal for name in blind}
+        self.signals = dict.fromkeys(self.endpoints, LIVE) | {endpoint(name): signal for name in blind}
         for end in self.endpoints:
             self.caches.add(end, total_blocks=10_000)
         self.sent: Counter[Endpoint] = Counter()
