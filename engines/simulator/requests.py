@@ -220,6 +220,8 @@ class Reader:
     def _ask(self, asked: _Common, shape: Shape, prompts: list[list[int]], limit: int | None) -> Ask:
         if limit is not None and limit < 1:
             raise Refusal(400, f"max_tokens must be at least 1, got {limit}.", param="max_tokens")
+        if asked.n is not None and asked.n < 1:
+            raise Refusal(400, f"n must be at least 1, got {asked.n}.", param="n")
         self._fits(prompts, limit)
         options = asked.stream_options or _StreamOptions()
         return Ask(

@@ -87,6 +87,13 @@ class ModelText(msgspec.Struct, frozen=True):
 
     def render(self, request: Mapping[str, Any], kind: EngineKind) -> str:
         """A chat request → the prompt's text. Raises PromptRefused."""
+        try:
+            return self._render(request, kind)
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # Whatever a template or a message makes of the other is the client's fault.
+            raise PromptRefused(str(error)) from error
+
+    def _render(self, request: Mapping[str, Any], kind: EngineKind) -> str:
         continued = bool(request.get("continue_final_message"))
         opened = request.get("add_generation_prompt", True) and not (continued and kind is EngineKind.VLLM)
         messages = [_message(message, kind) for message in request["messages"]]
@@ -98,11 +105,8 @@ class ModelText(msgspec.Struct, frozen=True):
                 messages[-1]["role"] = "user"
         if not self.knows_developer and kind is EngineKind.VLLM:
             messages = _systems_first(messages)
-        arguments = _template_arguments(request)
-        try:
-            text = self.template.render(messages=messages, tools=_tools(request.get("tools")), add_generation_prompt=opened, **arguments)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-            raise PromptRefused(str(error)) from error
+        tools, arguments = _tools(request.get("tools")), _template_arguments(request)
+        text = self.template.render(messages=messages, tools=tools, add_generation_prompt=opened, **arguments)
         if kind is EngineKind.VLLM and continued:
             text = _cut_after(text, messages[-1]["content"])
         return text + tail

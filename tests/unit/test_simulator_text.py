@@ -154,20 +154,32 @@ def test_samples_differ_by_their_seed() -> None:
         b"[]",
         body(messages="no"),
         body(),
+        body(messages=[]),
+        body(messages=[{}]),
+        body(messages=[{"role": "user", "content": 7}]),
+        body(messages=[{"role": "assistant", "tool_calls": ["x"]}]),
+        body(messages=[USER], tools=[{"function": "x"}]),
+        body(messages=[USER], chat_template_kwargs={"self": 1}),
+        body(messages=[USER], n=0),
         body(messages=[USER], max_tokens=0),
         body(messages=[USER], max_tokens=60),
-        body(messages=[USER], kv_transfer_params={"prompt_token_ids": ["x"]}),
-        body(messages=[USER], kv_transfer_params={"prompt_token_ids": [4096]}),
-        body(messages=[USER], kv_transfer_params={"prompt_token_ids": []}),
-        body(messages=[USER], add_generation_prompt=True, continue_final_message=True),
+        body(messages=[USER], kv_transfer_params={"prompt_token_ids": ["x"]}, input_ids=["x"]),
+        body(messages=[USER], kv_transfer_params={"prompt_token_ids": [4096]}, input_ids=[4096]),
+        body(messages=[USER], kv_transfer_params={"prompt_token_ids": []}, input_ids=[]),
     ],
 )
-def test_a_chat_that_cannot_be_served_is_refused_with_400(given: bytes) -> None:
+@pytest.mark.parametrize("kind", list(EngineKind))
+def test_a_chat_that_cannot_be_served_is_refused_with_400(given: bytes, kind: EngineKind) -> None:
     with pytest.raises(Refusal) as refused:
-        reader().chat(given)
+        reader(kind).chat(given)
     assert refused.value.status == 400
     assert msgspec.json.decode(refused.value.body(EngineKind.VLLM))["error"]["code"] == 400
     assert msgspec.json.decode(refused.value.body(EngineKind.SGLANG))["object"] == "error"
+
+
+def test_vllm_refuses_to_open_and_to_continue_at_once() -> None:
+    with pytest.raises(Refusal, match="Cannot set both"):
+        reader().chat(body(messages=[USER], add_generation_prompt=True, continue_final_message=True))
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], [[]], [-1], [1, "x"], {"a": 1}])
