@@ -10,6 +10,7 @@ Both go through `discovery.redact`: no secret reaches a log, at any level, whoev
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from datetime import UTC, datetime
 from typing import Literal, TextIO
@@ -21,6 +22,8 @@ from discovery.redact import redact_fields, redact_text
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "text"]
 
+BATCH_S = 0.05
+
 ROOMS = ("commutator", "engines", "discovery", "router", "planner")
 
 RESERVED = ("time", "level", "logger", "message", "trace")
@@ -29,12 +32,17 @@ RESERVED = ("time", "level", "logger", "message", "trace")
 
 def event(logger: logging.Logger, level: int, message: str, /, **fields: object) -> None:
     """Log a constant message with its fields."""
-    logger.log(level, message, extra={"fields": fields}, stacklevel=2)
+    if logger.isEnabledFor(level):
+        # Made here, because looking for the caller's line, which nobody shows, takes longer than all the rest.
+        record = logging.LogRecord(logger.name, level, "", 0, message, (), None)
+        record.fields = fields
+        logger.handle(record)
 
 
 def configure(level: LogLevel, form: LogFormat, stream: TextIO) -> None:
     """From here on every logger of the process writes to `stream`, ours from `level` and others' from warning (or debug)."""
-    handler = logging.StreamHandler(stream)
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # asked for, never shown
+    handler = BatchingHandler(stream)
     handler.setFormatter(JsonFormatter() if wants_json(form, stream) else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -48,13 +56,54 @@ def wants_json(form: LogFormat, stream: TextIO) -> bool:
     return form == "json" or (form == "auto" and not stream.isatty())
 
 
+class BatchingHandler(logging.StreamHandler[TextIO]):
+    """Writes lines together while a loop runs: under load a system call a line costs more than the line.
+
+    A line waits for `BATCH_S` at most, and not at all when it is a warning or worse, or when no loop runs.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take the line; write it now or soon."""
+        try:
+            self._lines.append(self.format(record))
+            if record.levelno >= logging.WARNING:
+                self.flush()
+            elif len(self._lines) == 1:
+                self._flush_soon()
+        except Exception:  # noqa: BLE001  logging's own rule: a line that cannot be written must not end what it tells of
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Write what waits."""
+        if self._lines:
+            lines, self._lines = self._lines, []
+            self.stream.write(self.terminator.join(lines) + self.terminator)
+        super().flush()
+
+    def _flush_soon(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.flush()
+        else:
+            loop.call_later(BATCH_S, self.flush)
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._second, self._shown = -1, ""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as JSON, secrets masked."""
         line: dict[str, object] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "time": self._time(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": redact_text(record.getMessage()),
@@ -63,6 +112,12 @@ class JsonFormatter(logging.Formatter):
         if trace := _trace(self, record):
             line["trace"] = trace
         return msgspec.json.encode(line).decode()
+
+    def _time(self, at: float) -> str:
+        second = int(at)
+        if second != self._second:
+            self._second, self._shown = second, datetime.fromtimestamp(second, UTC).isoformat().removesuffix("+00:00")
+        return f"{self._shown}.{int((at - second) * 1000):03}Z"
 
 
 class TextFormatter(logging.Formatter):
@@ -78,7 +133,11 @@ class TextFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    return {f"{name}_" if name in RESERVED else name: value for name, value in redact_fields(getattr(record, "fields", {})).items()}
+    fields = redact_fields(getattr(record, "fields", {}))
+    for name in RESERVED:
+        if name in fields:
+            return {f"{name}_" if name in RESERVED else name: value for name, value in fields.items()}
+    return fields
 
 
 def _one_line(record: logging.LogRecord) -> str:

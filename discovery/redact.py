@@ -5,6 +5,7 @@ Used by logs and by `--check-config`; anything that prints what it was given goe
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 
@@ -23,6 +24,12 @@ CREDENTIALS = re.compile(
 )
 
 
+NUMBERS = frozenset({int, float, bool})
+SUSPICIOUS = re.compile(r"@|bearer|basic|key|password|secret|token", re.IGNORECASE)
+"""In every text that `CREDENTIALS` would change, and in few others: nearly all log fields pass at the cost of this search."""
+
+
+@functools.lru_cache(maxsize=1024)
 def is_secret(name: str) -> bool:
     """Whether what goes by this name is never shown: a header, a field, a key; case and dashes do not matter."""
     name = name.lower().replace("-", "_")
@@ -31,6 +38,8 @@ def is_secret(name: str) -> bool:
 
 def redact_text(text: str) -> str:
     """`text` with credentials in it masked."""
+    if SUSPICIOUS.search(text) is None:
+        return text
     return CREDENTIALS.sub(lambda found: f"{found['before'] or found['scheme'] or found['key']}{MASK}{found['after'] or ''}", text)
 
 
@@ -57,4 +66,11 @@ def redact(value: object) -> object:
 
 def redact_fields(fields: Mapping[object, object] | Mapping[str, object]) -> dict[str, object]:
     """`redact` for what has names: a value under a secret's name is masked whole."""
-    return {str(key): MASK if is_secret(str(key)) and item is not None else redact(item) for key, item in fields.items()}
+    shown: dict[str, object] = {}
+    for key, item in fields.items():
+        name = str(key)
+        if item is None or (type(item) in NUMBERS and not is_secret(name)):
+            shown[name] = item
+        else:
+            shown[name] = MASK if is_secret(name) else redact(item)
+    return shown

@@ -98,7 +98,7 @@ class Chooser:
         """Choose an endpoint among engines not in `tried`. Raises NoCandidate when none is left, PolicyError when the policy fails."""
         now = self._clock()
         members, rejected = self._fleet.eligible(asked.members, tried, now)
-        seen = [self._see(member, endpoint, asked, now) for member in members for endpoint in member.info.endpoints]
+        seen = [self._see(member, endpoint, asked, now) for member in members for endpoint in member.endpoints]
         overlaps, in_flight = self._match(asked, seen)
         candidates = [
             Candidate(

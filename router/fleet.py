@@ -15,10 +15,11 @@ from router.scheduling.types import Rejection
 class Member:
     """One engine and what the router holds against it."""
 
-    __slots__ = ("cooling_until", "draining", "info", "serving", "suspected", "tokenizer_line")
+    __slots__ = ("cooling_until", "draining", "endpoints", "info", "serving", "suspected", "tokenizer_line")
 
     def __init__(self, info: EngineInfo) -> None:
         self.info = info
+        self.endpoints = info.endpoints
         self.serving = False
         self.draining = False
         self.suspected = False
@@ -100,9 +101,9 @@ class Fleet:
                 continue
             if rejection in (Rejection.EJECTED, Rejection.COOLING):
                 doubtful.append(member)
-            rejected += [(endpoint, rejection) for endpoint in member.info.endpoints]
+            rejected += [(endpoint, rejection) for endpoint in member.endpoints]
         if doubtful and not eligible:
-            endpoints = {endpoint for member in doubtful for endpoint in member.info.endpoints}
+            endpoints = {endpoint for member in doubtful for endpoint in member.endpoints}
             return doubtful, [(endpoint, rejection) for endpoint, rejection in rejected if endpoint not in endpoints]
         return eligible, rejected
 
