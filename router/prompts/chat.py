@@ -67,8 +67,8 @@ def decode(fields: ChatFields) -> dict[str, Any]:
             continue
         try:
             value = msgspec.json.decode(raw)
-        except msgspec.DecodeError as error:
-            raise NotRenderable(f"{name}: {error}") from error
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise NotRenderable(f"{name}: {error}", ask_engine=False) from error
         if value is not None:
             body[name] = value
     return body
@@ -85,4 +85,7 @@ def chat_prompt(kind: EngineKind, fields: ChatFields, shape: TemplateShape) -> C
         raise NotRenderable("truncate_prompt_tokens", ask_engine=False)
     if "prompt_embeds" in body:
         raise NotRenderable("prompt embeddings", ask_engine=False)
-    return _DIALECTS[kind](body, shape)
+    try:
+        return _DIALECTS[kind](body, shape)
+    except RecursionError as error:
+        raise NotRenderable("nested too deeply", ask_engine=False) from error

@@ -53,7 +53,8 @@ def tools(body: dict[str, Any]) -> list[dict[str, Any]] | None:
     told = [_tool(tool) for tool in given]
     if isinstance(choice, str):
         return told
-    named = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
+    chosen = choice.get("function") if isinstance(choice, dict) else None
+    named = chosen.get("name") if isinstance(chosen, dict) else None
     return [tool for tool in told if tool["function"]["name"] == named] or None
 
 
@@ -79,7 +80,7 @@ def _reasoning(body: dict[str, Any]) -> tuple[object, bool | None]:
         if isinstance(enabled, str):
             enabled = enabled.strip().lower() in _TRUTHS
         thinks = True if enabled else None
-    if effort is not None and effort not in _EFFORTS:
+    if effort is not None and not (isinstance(effort, str) and effort in _EFFORTS):
         raise NotRenderable("a reasoning effort that is not one of the named ones")
     return effort, thinks if effort is None else effort != "none"
 
@@ -121,6 +122,8 @@ def _part(part: object) -> dict[str, Any] | None:
     if not isinstance(part, dict):
         raise refused("a content part that is not an object")
     kind = part.get("type")
+    if not isinstance(kind, str):
+        raise refused("a content part without a type")
     if kind in _DROPPED_PARTS:
         return None
     if kind in _TEXT_PARTS and isinstance(part.get("text"), str):

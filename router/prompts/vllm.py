@@ -119,7 +119,7 @@ def _text(part: object) -> str | None:
     kind = part.get("type")
     if kind == "tool_reference" and isinstance(name := part.get("name"), str):
         return name
-    if any(key in part for key in MEDIA) or kind in MEDIA:
+    if any(key in part for key in MEDIA) or (isinstance(kind, str) and kind in MEDIA):
         raise NotRenderable(f"a content part of type {kind!r}", ask_engine=False)
     if not isinstance(kind, str) or kind not in _TEXT_PARTS or "uuid" in part:
         raise NotRenderable(f"an unknown content part of type {kind!r}")
