@@ -39,7 +39,6 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex(self.max_blocks)
         self.held: dict[int, set[int]] = {}
-        self.unswept: set[int] = set()
 
     def pick(self, choice: int) -> int:
         return sorted(self.held)[choice % len(self.held)]
@@ -47,10 +46,11 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.held) < 70)
     @rule(count=st.integers(1, 40))
     def add(self, count: int) -> None:
-        for _ in range(count):
+        for _ in range(count):  # that a number is not used again before its sweep has ended, `_check` sees: its bits would count
             slot = self.index.add_slot()
             assert slot not in self.held
-            assert slot not in self.unswept, "reused before its sweep has ended"
+            if self.index.swept:
+                assert slot == min(set(range(len(self.held) + 1)) - set(self.held)), "not the smallest that is free"
             self.held[slot] = set()
 
     @precondition(lambda self: self.held)
@@ -89,7 +89,6 @@ class Machine(RuleBasedStateMachine):
         slot = self.pick(choice)
         self.index.drop_slot(slot)
         del self.held[slot]
-        self.unswept.add(slot)
 
     @rule(limit=st.integers(0, 200))
     def sweep(self, limit: int) -> None:
@@ -98,8 +97,6 @@ class Machine(RuleBasedStateMachine):
         if visited < limit:
             assert self.index.swept
             assert len(self.index) == len(set().union(*self.held.values()))
-        if self.index.swept:
-            self.unswept.clear()
 
     @rule(keys=some_keys, within=st.integers(-1, 1 << 70))
     def match(self, keys: list[int], within: int) -> None:
