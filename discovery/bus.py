@@ -274,7 +274,7 @@ class Bus:
             self._client = client
             for subscription in tuple(self._subscriptions):
                 await self._attach(client, subscription)
-            await client.flush(timeout=CONNECT_TIMEOUT_S)
+            await _settle(client, CONNECT_TIMEOUT_S)
         except (
             Exception
         ) as error:  # beyond its own errors and the socket's, the client raises what its parser meets in a stranger's greeting
@@ -343,7 +343,7 @@ class Bus:
         error: BusUnreachable | None = BusUnreachable(f"NATS at {self.servers} went away")
         try:
             async with asyncio.timeout(FLUSH_TIMEOUT_S) as self._flushing:
-                await client.flush(timeout=FLUSH_TIMEOUT_S)
+                await _settle(client, FLUSH_TIMEOUT_S)
             error = None
         finally:
             self._flushing = None
@@ -411,6 +411,16 @@ class Bus:
         """What went wrong in connecting: when all servers failed, the client says only that, and told us why before."""
         cause = self._last_error or error
         return redact_text(str(cause)) or type(cause).__name__
+
+
+async def _settle(client: Client, timeout_s: int) -> None:
+    """The server has acted on all that the client was told.
+
+    Twice, because the client writes the ping of a flush past what it still has in line: the first answer says that
+    the line has been written, the second that it has been read.
+    """
+    await client.flush(timeout=timeout_s)
+    await client.flush(timeout=timeout_s)
 
 
 async def _close(client: Client) -> None:
