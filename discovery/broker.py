@@ -72,6 +72,7 @@ class Broker:
         self._port = -1
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
+        self._owner = os.getpid()
 
     @property
     def pid(self) -> int | None:
@@ -164,8 +165,8 @@ class Broker:
         event(_log, logging.INFO, "private broker is ready", port=port, pid=process.pid)
 
     def _kill(self) -> None:
-        """The last guard, for an interpreter that ends without `stop`."""
-        if self._process is not None and self._process.returncode is None:
+        """The last guard, for an interpreter that ends without `stop`; a child forked from ours has no say in it."""
+        if os.getpid() == self._owner and self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
 
@@ -191,7 +192,8 @@ def _die_with_parent() -> Callable[[], None] | None:
     """On Linux, what the child does first: ask the kernel to end it when we end.
 
     Nothing else covers a parent that is killed: no `finally`, no `atexit` runs then, and a broker left behind would keep its
-    port and its memory. The library is loaded here, before the fork, since a forked child may call little.
+    port and its memory. The library is loaded here, before the fork, since a forked child may call little. (The kernel watches the
+    thread that forks, which is the loop's: the main one.)
     """
     if not sys.platform.startswith("linux"):
         return None

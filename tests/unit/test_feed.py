@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+
+from discovery.feed import PIECE_BYTES, Feed, pieces
+from discovery.messages import Batch, Beacon, Clear, Op, Remove, Store, StreamMessage
+from discovery.signal import LIVE, SignalState
+from engines.blocks import block_keys, pack_keys, pack_tokens, root_seed
+from engines.events import Cleared, KvBatch, KvEvent, Removed, Stored
+from engines.types import Endpoint, Tier
+
+
+class Sent:
+    """A feed and everything it sent."""
+
+    def __init__(self, block_size: int | None = None) -> None:
+        numbers = itertools.count()
+        self.messages: list[StreamMessage] = []
+        self.feed = Feed(Endpoint("http://e:1"), block_size, lambda: f"life.{next(numbers)}", self.messages.append)
+
+    def take(self) -> list[StreamMessage]:
+        taken = list(self.messages)
+        self.messages.clear()
+        return taken
+
+    def batch(self, *events: KvEvent) -> list[StreamMessage]:
+        self.feed.batch(KvBatch(0.0, 0, list(events)))
+        return self.take()
+
+
+def stored(name: int, *tokens: int, parent: int | None = None) -> Stored:
+    return Stored([name], parent, list(tokens), len(tokens))
+
+
+def key(*tokens: int) -> int:
+    return block_keys(pack_tokens(tokens), len(tokens), root_seed())[0]
+
+
+def test_batches_are_numbered_within_their_epoch_and_only_those_that_change_something() -> None:
+    sent = Sent()
+    first = sent.batch(stored(100, 1, 2))
+    assert [(message.epoch, message.seq) for message in first] == [("life.0", 0), ("life.0", 1)]
+    assert first[0] == Batch("life.0", 0, [Store(Tier.DEVICE, pack_keys([key(1, 2)]))])
+    assert isinstance(first[1], Beacon), "the block size is learned, so it is told at once"
+    assert sent.batch(stored(100, 1, 2)) == []
+    sent.feed.beacon()
+    [beacon] = sent.take()
+    assert isinstance(beacon, Beacon)
+    assert (beacon.seq, beacon.blocks, beacon.digest, beacon.block_size, beacon.quiet) == (1, 1, key(1, 2), 2, 1)
+
+
+def test_the_first_life_begins_once() -> None:
+    sent = Sent()
+    sent.feed.restarted("joined")
+    assert [message.epoch for message in sent.take()] == ["life.0"]
+
+
+def test_a_restart_is_a_new_epoch_that_holds_nothing() -> None:
+    sent = Sent()
+    sent.batch(stored(100, 1, 2))
+    sent.feed.restarted("the number went back")
+    [beacon] = sent.take()
+    assert isinstance(beacon, Beacon)
+    assert (beacon.epoch, beacon.seq, beacon.blocks, beacon.digest, beacon.quiet) == ("life.1", 0, 0, 0, 0)
+    assert sent.feed.counts.restarts == 1
+
+
+def test_a_loss_is_a_new_epoch_and_partial_until_the_cache_is_known_whole_again() -> None:
+    sent = Sent()
+    sent.batch(stored(100, 1, 2))
+    sent.feed.lost(1, 3)
+    [beacon] = sent.take()
+    assert isinstance(beacon, Beacon)
+    assert (beacon.epoch, beacon.signal, beacon.blocks) == ("life.1", "partial", 0)
+    sent.batch(stored(101, 3, 4))
+    assert sent.feed.signal.state is SignalState.PARTIAL
+    assert [type(message) for message in sent.batch(Cleared())] == [Batch, Beacon]
+    assert sent.feed.signal == LIVE
+
+
+def test_a_mismatch_is_told_with_the_batch_that_shows_it() -> None:
+    sent = Sent(block_size=16)
+    messages = sent.batch(stored(100, 1, 2))
+    assert isinstance(messages[-1], Beacon)
+    assert messages[-1].signal == "mismatch"
+
+
+def test_a_feed_that_failed_is_stale_until_it_is_read_again() -> None:
+    sent = Sent()
+    sent.batch(stored(100, 1, 2))
+    sent.feed.crashed("a bug")
+    [beacon] = sent.take()
+    assert isinstance(beacon, Beacon)
+    assert (beacon.epoch, beacon.signal, beacon.blocks) == ("life.1", "stale", 0)
+    sent.feed.restarted("joined")
+    assert sent.feed.signal == LIVE
+
+
+def test_a_snapshot_is_of_the_moment_it_was_asked_for() -> None:
+    sent = Sent()
+    sent.batch(stored(100, 1, 2))
+    snapshot = sent.feed.snapshot()
+    sent.batch(stored(101, 3, 4), Removed([100]))
+    [chunk] = list(snapshot)
+    assert (chunk.epoch, chunk.seq, chunk.chunk, chunk.chunks) == ("life.0", 1, 0, 1)
+    assert chunk.ops == [Store(Tier.DEVICE, pack_keys([key(1, 2)]))]
+
+
+def test_a_snapshot_of_nothing_is_one_empty_chunk() -> None:
+    assert [(chunk.chunks, chunk.ops) for chunk in Sent().feed.snapshot()] == [(1, [])]
+
+
+def test_a_feed_that_was_ended_sends_nothing() -> None:
+    sent = Sent()
+    sent.feed.end()
+    sent.feed.beacon()
+    assert sent.batch(stored(100, 1, 2)) == []
+
+
+@pytest.mark.parametrize("limit", [8, 16, 24, 1000])
+def test_pieces_hold_the_same_operations_in_the_same_order(limit: int) -> None:
+    ops: list[Op] = [
+        Store(Tier.DEVICE, pack_keys(range(7))),
+        Clear(),
+        Remove(Tier.HOST, pack_keys(range(3))),
+        Store(Tier.HOST, b""),
+        Store(Tier.DISK, pack_keys([9])),
+    ]
+    made = list(pieces(ops, limit))
+    assert all(sum(len(op.keys) for op in piece if not isinstance(op, Clear)) <= limit for piece in made)
+    assert all(piece for piece in made)
+    assert _flat(op for piece in made for op in piece) == _flat(ops)
+
+
+def test_pieces_are_as_few_as_can_be() -> None:
+    whole = Store(Tier.DEVICE, bytes(PIECE_BYTES))
+    assert list(pieces([whole])) == [[whole]]
+    assert len(list(pieces([whole, whole]))) == 2
+    assert list(pieces([])) == []
+
+
+def _flat(ops: Iterable[Op]) -> list[object]:
+    """One entry per key, and one per clear."""
+    flat: list[object] = []
+    for op in ops:
+        match op:
+            case Store(tier, keys) | Remove(tier, keys):
+                flat.extend((type(op), tier, keys[at : at + 8]) for at in range(0, len(keys), 8))
+            case Clear():
+                flat.append(Clear)
+    return flat
