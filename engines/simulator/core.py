@@ -10,22 +10,12 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
-import msgspec
-
 from engines.simulator.cache import Change
 from engines.simulator.hashes import BlockNamer
-from engines.simulator.scheduler import Prompt, Scheduler, Sequence
+from engines.simulator.scheduler import Prompt, Scheduler, Sequence, Token
 
 # A timer that fires late is caught up with, so that rates hold over a second; a loop that stood still longer is not.
 _CATCH_UP_S = 0.02
-
-
-class Token(msgspec.Struct, frozen=True):
-    """One generated token of one of a request's sequences."""
-
-    index: int
-    id: int
-    last: bool
 
 
 class Feed:

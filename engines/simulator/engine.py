@@ -18,9 +18,10 @@ from engines.simulator.cache import BlockCache, Change
 from engines.simulator.core import Core
 from engines.simulator.faults import Faults
 from engines.simulator.hashes import BlockNamer
+from engines.simulator.parts import History, Parts, Recorded
 from engines.simulator.publisher import Publisher
 from engines.simulator.scheduler import Counters, Limits, Scheduler
-from engines.simulator.server import EngineServer, Recorded
+from engines.simulator.server import EngineServer
 from engines.simulator.settings import SimulateSettings
 from engines.simulator.timing import Timing
 from engines.types import EngineKind
@@ -34,15 +35,13 @@ class SimulatedEngine:
 
     def __init__(self, settings: SimulateSettings, *, record: int | None = None) -> None:
         self.settings = settings
-        self.requests: deque[Recorded] = deque(maxlen=record)
+        self._history = History(record)
         self._publisher = Publisher(settings.host, settings.kv_topic, settings.kv_replay_batches)
         self.faults = Faults(lambda: self._publisher)
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
         self._text: text.ModelText | None = None
         self._port = settings.port
-        self._adapters: dict[str, str] = {}
-        self._aborts = 0
         self._server: EngineServer | None = None
         self._runner: web.AppRunner | None = None
         self._core: Core | None = None
@@ -117,12 +116,17 @@ class SimulatedEngine:
     @property
     def aborts(self) -> int:
         """Requests whose client left before the answer's end, over all restarts."""
-        return self._aborts + (self._server.aborts if self._server is not None else 0)
+        return self._history.aborts
+
+    @property
+    def requests(self) -> deque[Recorded]:
+        """What has been asked of it, over all restarts."""
+        return self._history.requests
 
     @property
     def adapters(self) -> dict[str, str]:
         """LoRA adapters it serves: name → path. May be changed at any time."""
-        return self._adapters
+        return self._history.adapters
 
     @property
     def core(self) -> Core:
@@ -159,8 +163,8 @@ class SimulatedEngine:
         scheduler = Scheduler(cache, Timing.of(settings), limits, model.words, stores_generated_at_end=sglang)
         namer = BlockNamer(settings.kind, settings.block_size, settings.hash_seed)
         self._core = Core(scheduler, namer, self._publish)
-        self._server = EngineServer(settings, model, self._core, self._publisher, self.faults, clock=_wall_clock_s)
-        self._server.requests, self._server.adapters = self.requests, self._adapters
+        parts = Parts(settings, model, self._core, self._publisher, self.faults, self._history, _wall_clock_s, _wall_clock_s())
+        self._server = EngineServer(parts)
         if settings.kv_events:
             await self._publisher.start()
             self._tasks.append(self._group.create_task(self._publisher.run()))
@@ -177,7 +181,6 @@ class SimulatedEngine:
 
     async def _stop(self) -> None:
         if self._server is not None:
-            self._aborts += self._server.aborts
             await self._server.stop()
         if self._runner is not None:
             for connection in tuple(self._runner.server.connections if self._runner.server is not None else ()):

@@ -6,9 +6,8 @@ from typing import Any
 
 import msgspec
 
-from engines.simulator.core import Token
 from engines.simulator.requests import Ask, Shape
-from engines.simulator.scheduler import Sequence
+from engines.simulator.scheduler import Sequence, Token
 from engines.simulator.words import Words
 from engines.types import EngineKind
 

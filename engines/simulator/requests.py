@@ -278,6 +278,14 @@ class Reader:
                 )
 
 
+def decoded(body: bytes, kind: type[_T]) -> _T:
+    """A body as `kind`; raises Refusal where it is none."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise Refusal(400, str(error), type="Bad Request") from error
+
+
 def _whole(ids: object) -> list[int]:
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise Refusal(400, _NOT_INT, param="prompt")

@@ -75,6 +75,14 @@ class Step(msgspec.Struct, frozen=True):
     duration_s: float
 
 
+class Token(msgspec.Struct, frozen=True):
+    """One generated token of one of a request's sequences."""
+
+    index: int
+    id: int
+    last: bool
+
+
 class Counters(msgspec.Struct):
     """What an engine counts about itself since it started."""
 

@@ -323,6 +323,12 @@ async def test_faults_come_over_http_only_where_allowed(engine: SimulatedEngine,
         assert (await ask(http, open_engine, script, "/_sim/faults"))[0] == 200
         assert (await ask(http, open_engine))[0] == 418
         assert (await ask(http, open_engine, {"unknown": 1}, "/_sim/faults"))[0] == 400
+        await ask(http, open_engine, script | {"kv": {"lost": [3]}, "times": None}, "/_sim/faults")
+        assert open_engine.faults.kv.lost == {3}
+        assert (await ask(http, open_engine))[0] == 418
+        await ask(http, open_engine, {"clear": True}, "/_sim/faults")
+        assert open_engine.faults.kv.lost == set()
+        assert (await ask(http, open_engine))[0] == 200
 
 
 # ---------------------------------------------------------------------------------------------------------------- KV faults
@@ -389,6 +395,37 @@ async def test_an_engine_asleep_answers_once_woken_and_has_forgotten_its_blocks(
         await until(lambda: engine.waiting == 1)
         engine.wake()
     assert cached(asking.result()) == 0
+
+
+async def test_sleep_is_a_matter_of_http_too(engine: SimulatedEngine, http: aiohttp.ClientSession) -> None:
+    for path, asleep in (("/sleep?level=1", True), ("/wake_up", False)):
+        async with http.post(engine.url + path) as response:
+            assert response.status == 200
+        async with http.get(engine.url + "/is_sleeping") as response:
+            assert await response.json() == {"is_sleeping": asleep}
+    assert (await ask(http, engine))[0] == 200
+
+
+async def test_an_sglang_engine_tells_its_load_and_forgets_its_blocks_at_once(http: aiohttp.ClientSession) -> None:
+    slow = settings(kind=EngineKind.SGLANG, kv_blocks=8, speedup=1.0, decode_step_ms=100.0)
+    async with SimulatedEngine(slow) as engine, hearing(engine) as heard:
+        async with http.post(engine.url + CHAT, json=ASK | {"stream": True, "max_tokens": 60}) as response:
+            await response.content.readline()
+            async with http.get(engine.url + "/v1/loads?include=core") as told:
+                (load,) = (await told.json())["loads"]
+            assert (load["num_running_reqs"], load["num_waiting_reqs"], load["max_total_num_tokens"]) == (1, 0, 128)
+            assert (await ask(http, engine, {}, "/flush_cache"))[0] == 400
+        await until(lambda: engine.running == 0)
+        assert (await ask(http, engine, {}, "/flush_cache"))[0] == 200
+        await until(lambda: heard.frames and b"AllBlocksCleared" in heard.frames[-1][2])
+
+
+async def test_a_completion_stream_returns_its_prompts_ids_once(engine: SimulatedEngine, http: aiohttp.ClientSession) -> None:
+    body = {"model": "sim", "prompt": LONG, "max_tokens": 3, "stream": True, "return_token_ids": True}
+    _, streamed = await ask(http, engine, body | {"stream_options": {"continuous_usage_stats": True}}, "/v1/completions")
+    chunks = [json.loads(event.removeprefix(b"data: ")) for event in streamed.split(b"\n\n")[:-2]]
+    assert [chunk["choices"][0].get("prompt_token_ids") for chunk in chunks] == [LONG, None, None]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
 
 
 async def test_an_engine_without_kv_events_names_no_source(http: aiohttp.ClientSession) -> None:
