@@ -132,7 +132,6 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
     else:
         why = f"vLLM {version} does not say where ({told.status} at {vllm.KV_EVENT_SOURCES}, which came with 0.31); give kv-events"
     ranks = tuple(source.rank for source in sources) or tuple(caches) or (0,)
-    config = await client.ask(vllm.SERVER_INFO)
     cache = caches.get(ranks[0], metrics.CacheConfig())
     sources = _as_given(spec, client.url, sources, ranks)
     return EngineInfo(
@@ -146,7 +145,6 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
         total_blocks=cache.total_blocks,
         kv_sources=sources,
         tokenizer=spec.tokenizer or vllm.weights_of(models),
-        max_num_batched_tokens=vllm.read_max_batched_tokens(config.body) if config.ok else None,
         load_path=vllm.METRICS if metrics.read_load(EngineKind.VLLM, text) else None,
         no_kv_events="" if sources else why,
         boot=metrics.read_boot(text),

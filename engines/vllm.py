@@ -21,7 +21,6 @@ VERSION = "/version"
 MODELS = "/v1/models"
 METRICS = "/metrics"
 KV_EVENT_SOURCES = "/kv_event_sources"
-SERVER_INFO = "/server_info?config_format=json"
 ALIVE = "/health"
 """200 while the engine's core lives, 503 when it died; answered by the API process, without touching the scheduler."""
 
@@ -77,12 +76,6 @@ def binds(endpoint: str) -> bool:
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
-def read_max_batched_tokens(answer: bytes) -> int | None:
-    """The step's token budget out of `/server_info`."""
-    answered = read_json(answer, _ServerInfo)
-    return None if answered is None else answered.vllm_config.scheduler_config.max_num_batched_tokens
-
-
 def pin_headers(info: EngineInfo, rank: int) -> dict[str, str]:
     """The header that sends a request to `rank`; none when the engine has one rank, or none that we know of.
 
@@ -126,15 +119,3 @@ class _KvEvents(msgspec.Struct):
     publisher: str | None = "zmq"
     replay_endpoint: str | None = None
     topic: str = ""
-
-
-class _Scheduler(msgspec.Struct):
-    max_num_batched_tokens: int | None = None
-
-
-class _VllmConfig(msgspec.Struct):
-    scheduler_config: _Scheduler
-
-
-class _ServerInfo(msgspec.Struct):
-    vllm_config: _VllmConfig

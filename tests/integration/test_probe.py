@@ -66,6 +66,7 @@ async def test_vllm_is_told_by_its_own_answers(session: aiohttp.ClientSession, s
     assert info.kv_sources == (KvSource(0, "tcp://127.0.0.1:5601", "tcp://127.0.0.1:5701", topic="kv-events"),)
     assert (info.tokenizer, info.boot, info.load_path) == ("models/tiny", 1795954074.36, "/metrics")
     assert await alive(EngineClient(session, engine.url), info)
+    assert "/server_info" not in engine.hits  # where vLLM has it, it takes seconds
 
 
 async def test_sglang_is_told_by_its_own_answers(session: aiohttp.ClientSession, start: Start) -> None:

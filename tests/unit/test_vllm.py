@@ -31,7 +31,6 @@ def test_another_answer_is_not(answer: bytes) -> None:
     assert vllm.read_models(answer) is None
     assert vllm.owners(answer) == frozenset()
     assert vllm.read_kv_sources(answer, "h") == ()
-    assert vllm.read_max_batched_tokens(answer) is None
 
 
 def test_real_models_are_read_and_their_cards_kept_as_they_are() -> None:
@@ -109,7 +108,3 @@ def test_where_the_engine_binds_everywhere_we_connect_to_its_host(endpoint: str)
 )
 def test_an_engine_that_publishes_nothing_has_no_source(answer: bytes) -> None:
     assert vllm.read_kv_sources(answer, "h") == ()
-
-
-def test_the_step_budget_is_in_the_development_servers_configuration() -> None:
-    assert vllm.read_max_batched_tokens((DATA / "server_info.json").read_bytes()) == 2048
