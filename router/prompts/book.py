@@ -261,6 +261,7 @@ def _status(encoder: PromptEncoder, report: parity.ParityReport) -> TokenizerSta
         line = f"engine's own {asking.PATH}: parity failed on {report.text}"
     elif chat:
         instead = f"engine's own {asking.PATH}" if encoder.model.engine_can_chat else "no ids"
+        checked = checked if report.unchecked else "parity ok"
         line = f"texts: {with_}, {checked}; chats: {instead}: {chat}"
     else:
         line = f"{with_}, {checked}"
