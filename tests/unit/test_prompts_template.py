@@ -151,3 +151,21 @@ LOOPS = [
 def test_whether_a_template_loops_over_content_is_told_as_each_engine_tells_it(vllm: str, sglang: str, source: str) -> None:
     shape = shape_of(source, ImmutableSandboxedEnvironment())
     assert (shape.vllm_content, shape.sglang_content) == (vllm, sglang)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ m.a }}{{ m['a'] }}{{ m.get('a') }}{{ m.nothing }}{{ m['nothing'] }}", "111"),
+        ("{% for k, v in m.items() %}{{ k }}{{ v }}{% endfor %}", "a1itemsx"),
+        ("{{ m['items'] }}", "x"),
+        ("{{ m.nothing is defined }}{{ m['nothing'] is defined }}{{ m.a is defined }}", "FalseFalseTrue"),
+        ("{{ m.pop is defined }}{{ m.__class__ is defined }}{{ m['__class__'] is defined }}", "FalseFalseFalse"),
+        ("{% for x in [1, 2] %}{{ loop.index }}{{ loop.last }}{{ loop.__class__ is defined }}{% endfor %}", "1FalseFalse2TrueFalse"),
+        ("{% set ns = namespace(a=1) %}{{ ns.a }}{{ ns.b is defined }}{{ ns.__class__ is defined }}", "1FalseFalse"),
+    ],
+)
+def test_short_cuts_through_the_sandbox_lead_where_the_long_way_does(source: str, expected: str) -> None:
+    variables = {"m": {"a": 1, "items": "x"}}
+    assert ChatTemplate(source).render(variables) == expected
+    assert ImmutableSandboxedEnvironment().from_string(source).render(variables) == expected
