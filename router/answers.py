@@ -15,10 +15,10 @@ from router.routes import INFERENCE, PromptForm, Route
 from router.scheduling.scheduler import NoCandidate
 
 if TYPE_CHECKING:
+    from router.exchange import Exchange
     from router.fleet import Fleet
     from router.intake import Intake
     from router.metrics import Metrics
-    from router.server import Exchange
 
 Answer = Callable[["Exchange"], Awaitable[None]]
 
@@ -43,23 +43,37 @@ class Answers:
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer any path that is not an engine's."""
-        path = exchange.path
-        if path.startswith(b"/v1/models/") and exchange.method in ("GET", "HEAD"):
-            self._model(exchange, path.removeprefix(b"/v1/models/").decode("utf-8", "replace"))
-            return
-        method, answer = self._paths.get(path, ("POST" if path in INFERENCE else "", None))
+        method, answer = self._found(exchange.path)
+        allowed = ["GET", "HEAD", "OPTIONS"] if method == "GET" and answer is not None else [method, "OPTIONS"]
+        allow = [(b"allow", ", ".join(allowed).encode())]
         if not method:
-            exchange.error(404, f"no such path: {path.decode('utf-8', 'replace')}")
-        elif answer is None or exchange.method not in (method, "HEAD" if method == "GET" else method):
-            exchange.error(405, f"{exchange.method} is not allowed here; use {method}", headers=[(b"allow", method.encode())])
+            exchange.error(404, f"no such path: {exchange.path.decode('utf-8', 'replace')}")
+        elif exchange.method == "OPTIONS":
+            exchange.begin(204, allow, None)
+            exchange.end()
+        elif exchange.method not in allowed:
+            exchange.error(405, f"{exchange.method} is not allowed here; use {method}", headers=allow)
+        elif answer is None:  # an inference path that the proxy did not take
+            exchange.error(426, "this path is for WebSockets", headers=[(b"upgrade", b"websocket")])
         else:
             await answer(exchange)
+
+    def _found(self, path: bytes) -> tuple[str, Answer | None]:
+        """The method that a path takes ("" when there is no such path), and who answers; None for an engine."""
+        route = INFERENCE.get(path)
+        if route is not None:
+            return route.method, None
+        if path.startswith(b"/v1/models/"):
+            return "GET", self.model
+        return self._paths.get(path, ("", None))
 
     async def models(self, exchange: Exchange) -> None:
         """Every model of every serving engine, once, as its engine describes it."""
         exchange.respond(200, msgspec.json.encode({"object": "list", "data": [model.card for model in self._fleet.models()]}))
 
-    def _model(self, exchange: Exchange, model_id: str) -> None:
+    async def model(self, exchange: Exchange) -> None:
+        """One of them."""
+        model_id = exchange.path.removeprefix(b"/v1/models/").decode("utf-8", "replace")
         for model in self._fleet.models():
             if model.id == model_id:
                 exchange.respond(200, bytes(model.card))

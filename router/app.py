@@ -29,6 +29,7 @@ from discovery.relay import Relay as KvRelay
 from router.answers import Answers
 from router.caches import Caches
 from router.chooser import Chooser
+from router.exchange import Exchange
 from router.fleet import Fleet
 from router.intake import Intake
 from router.load import LoadBook
@@ -41,7 +42,7 @@ from router.routes import INFERENCE
 from router.scheduling.policies.kv import KvWeights
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.table import load_policy
-from router.server import Exchange, Handler, Server
+from router.server import Handler, Server
 from router.upstream import Timeouts
 
 if TYPE_CHECKING:
@@ -114,7 +115,12 @@ async def running(settings: ServeSettings) -> AsyncIterator[str]:
         )
         proxy = Proxy(intake, chooser, membership.lines, metrics, suspect=monitor.suspect, clock=clock)
         answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: not server.stopping)
-        server = Server(_dispatch(proxy, answers), max_body_bytes=settings.max_body_bytes, grace_period_s=settings.grace_period_s)
+        server = Server(
+            _dispatch(proxy, answers),
+            max_body_bytes=settings.max_body_bytes,
+            stall_timeout_s=settings.client_stall_timeout_s,
+            grace_period_s=settings.grace_period_s,
+        )
         metrics.read_from(Readings(fleet=fleet, caches=caches, load=load, mirror=mirror, relay=relay, bus=bus, server=server, clock=clock))
         stack.push_async_callback(server.stop)
         port = await server.listen(settings.host, settings.port)
@@ -140,7 +146,8 @@ def _dispatch(proxy: Proxy, answers: Answers) -> Handler:
     """Inference paths to the proxy, everything else to the router's own answers."""
 
     async def handle(exchange: Exchange) -> None:
-        if exchange.path in INFERENCE and exchange.method == "POST":
+        route = INFERENCE.get(exchange.path)
+        if route is not None and exchange.method == route.method and exchange.upgrade == route.websocket:
             await proxy.serve(exchange)
         else:
             await answers.serve(exchange)

@@ -1,7 +1,7 @@
 """What is sent to an engine: the client's request, less what must not pass, plus what only the router may say.
 
 Headers pass unless they belong to the connection, name a destination or a rank, or are the client's key where the engine has its
-own. The body passes as it is.
+own. The body passes as it is, with its length: a chunked one has been read whole.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from urllib.parse import urlsplit
 
 from engines import sglang, vllm
 from engines.types import EngineInfo, EngineKind
+from router.pool import EnginePool
 from router.relay import HOP_BY_HOP
-from router.upstream import EnginePool, Timeouts
+from router.upstream import Timeouts
 
 if TYPE_CHECKING:
-    from router.server import Headers
+    from router.exchange import Exchange, Headers
 
 ONE_WRITE_BYTES: Final = 64 * 1024
 """Up to here, copying a body behind its head costs less than a second system call."""
@@ -37,6 +38,8 @@ NOT_FORWARDED: Final = HOP_BY_HOP | {
 }
 """Set by the router if at all: clients choose neither engine nor rank."""
 NOT_FORWARDED_PREFIXES: Final = (b"x-override-", b"x-commutator-")
+USUAL_CONNECTION: Final = frozenset({b"keep-alive", b"close"})
+ASK_FOR_WEBSOCKET: Final = b"connection: Upgrade\r\nupgrade: websocket\r\n"
 
 
 class EngineHead:
@@ -46,14 +49,14 @@ class EngineHead:
 
     def __init__(self, host: str, port: int, api_key: str | None) -> None:
         host = f"[{host}]" if ":" in host else host
-        self._fixed = f"host: {host}:{port}\r\n".encode("latin-1")
+        self._fixed = f" HTTP/1.1\r\nhost: {host}:{port}\r\n".encode("latin-1")
         self._has_key = api_key is not None
         if api_key is not None:
             self._fixed += b"authorization: Bearer " + api_key.encode("latin-1") + b"\r\n"
 
-    def build(self, path: bytes, query: bytes, headers: Headers, body_length: int, rank_header: bytes) -> bytes:
-        """The head of a POST. `rank_header` is a whole header line, or empty."""
-        parts = [b"POST ", path, b"?" + query if query else b"", b" HTTP/1.1\r\n", self._fixed, rank_header]
+    def build(self, target: bytes, headers: Headers, own: bytes) -> bytes:
+        """A request head. `target` is the method with path and query; `own`, whole header lines that only the router may write."""
+        parts = [target, self._fixed, own]
         named = _named_by_connection(headers)
         for name, value in headers:
             if name in NOT_FORWARDED or name in named or name.startswith(NOT_FORWARDED_PREFIXES):
@@ -61,16 +64,17 @@ class EngineHead:
             if self._has_key and name in (b"authorization", b"x-api-key"):
                 continue
             parts += (name, b": ", value, b"\r\n")
-        parts.append(b"content-length: %d\r\n\r\n" % body_length)
+        parts.append(b"\r\n")
         return b"".join(parts)
 
 
 def _named_by_connection(headers: Headers) -> tuple[bytes, ...]:
     """Headers that `Connection:` itself names as belonging to this hop."""
+    named: tuple[bytes, ...] = ()
     for name, value in headers:
-        if name == b"connection":
-            return tuple(token.strip().lower() for token in value.split(b","))
-    return ()
+        if name == b"connection" and value not in USUAL_CONNECTION:
+            named += tuple(token.strip().lower() for token in value.split(b","))
+    return named
 
 
 class Line:
@@ -89,7 +93,11 @@ class Line:
             for rank in info.ranks
         }
 
-    def request(self, path: bytes, query: bytes, headers: Headers, body: bytes, rank: int) -> list[bytes]:
+    def request(self, exchange: Exchange, body: bytes, rank: int) -> list[bytes]:
         """A whole request, as the pieces to write."""
-        head = self._head.build(path, query, headers, len(body), self._rank_headers[rank])
+        query = b"?" + exchange.query if exchange.query else b""
+        if exchange.upgrade:
+            return [self._head.build(b"GET %b%b" % (exchange.path, query), exchange.headers, ASK_FOR_WEBSOCKET + self._rank_headers[rank])]
+        own = b"%bcontent-length: %d\r\n" % (self._rank_headers[rank], len(body))
+        head = self._head.build(b"POST %b%b" % (exchange.path, query), exchange.headers, own)
         return [head + body] if len(body) < ONE_WRITE_BYTES else [head, body]

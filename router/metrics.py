@@ -60,6 +60,12 @@ class Metrics:
             "router_decisions_total", "Routing decisions by policy and reason.", ("policy", "reason"), registry=self.registry
         )
         self._retries = Counter("router_retries_total", "Requests sent again, by what had failed.", ("failure",), registry=self.registry)
+        self._broken = Counter(
+            "router_broken_answers_total",
+            "Answers that broke off after they had begun, by what had failed.",
+            ("failure",),
+            registry=self.registry,
+        )
         self._ttft = Histogram(
             "router_time_to_first_token_seconds",
             "From the request's last byte to the first token of a streamed answer.",
@@ -99,6 +105,10 @@ class Metrics:
     def retried(self, failure: str) -> None:
         """Count a further try."""
         self._retries.labels(failure).inc()
+
+    def broke_off(self, failure: str) -> None:
+        """Count an answer whose client had to be told that it is not whole."""
+        self._broken.labels(failure).inc()
 
     def first_token(self, seconds: float) -> None:
         """A streamed answer has begun."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from typing import Any, Final
+from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -97,6 +98,12 @@ def parse(body: bytes, content_type: bytes | None = None) -> ApiBody:
         raise BadBody(f"the request body is not valid: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadBody(f"the request body is not valid JSON: {error}") from None
+
+
+def body_of_query(query: bytes) -> bytes:
+    """What a query says of what routing reads, as a body: `?model=m`."""
+    named = parse_qs(query.decode("latin-1")).get("model")
+    return msgspec.json.encode({"model": named[0]} if named else {})
 
 
 def strip(body: bytes) -> bytes:

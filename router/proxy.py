@@ -22,11 +22,11 @@ from router.scheduling.scheduler import NoCandidate, PolicyError
 
 if TYPE_CHECKING:
     from router.chooser import Choice, Chooser
+    from router.exchange import Exchange, Headers
     from router.forward import Line
     from router.intake import Asked, Intake
     from router.load import Reservation
     from router.metrics import Metrics
-    from router.server import Exchange, Headers
     from router.upstream import ResponseHead
 
 CLIENT_LEFT: Final = 499
@@ -77,7 +77,7 @@ class Proxy:
         """Answer one request, whatever happens, and say one line about it."""
         trip = Trip(self._clock())
         try:
-            trip.asked = await self._intake.read(INFERENCE[exchange.path], exchange.body, exchange.headers)
+            trip.asked = await self._intake.read(INFERENCE[exchange.path], _asking(exchange), exchange.headers)
             await self._try_engines(exchange, trip, trip.asked)
         except asyncio.CancelledError:
             trip.left = True
@@ -115,6 +115,7 @@ class Proxy:
             repeats += verdict.repeats
             trip.failure = str(attempt.failure) if isinstance(attempt.failure, EngineError) else f"answered {verdict.status}"
             if verdict.end is End.BREAK:
+                self._metrics.broke_off(verdict.code)
                 return
             if trip.relay is not None and (best is None or verdict.end is End.ENGINE_ANSWER):
                 best = verdict, trip.relay
@@ -138,7 +139,7 @@ class Proxy:
         line = self._lines.get(choice.endpoint.engine)
         if line is None:
             return Attempt(EngineUnreachable("the engine has just left"), repeats=repeats)
-        request = line.request(exchange.path, exchange.query, exchange.headers, choice.asked.body, choice.endpoint.rank)
+        request = line.request(exchange, choice.asked.body, choice.endpoint.rank)
         connection = line.pool.take_idle() if repeats == 0 else None
         try:
             connection = connection or await line.pool.connect()
@@ -198,9 +199,16 @@ class Proxy:
         if usage is not None:
             fields |= {"completion_tokens": usage.completion_tokens, "cached_tokens": usage.cached_tokens}
             self._metrics.cached(usage.cached_tokens or 0)
+        if trip.relay is not None and trip.relay.stream_failed:
+            trip.failure = trip.failure or "the engine reported an error in its stream"
         if trip.failure:
             fields["failure"] = trip.failure
         event(log, logging.INFO, "request", **fields)
+
+
+def _asking(exchange: Exchange) -> bytes:
+    """The body that says what is asked. A WebSocket has none; it may name its model in the query."""
+    return openai.body_of_query(exchange.query) if exchange.upgrade else exchange.body
 
 
 def _explain_headers(choice: Choice) -> Headers:

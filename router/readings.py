@@ -58,6 +58,7 @@ class Readings:
         yield "router_index_refused_total", "Blocks not taken in because a table was full.", (), [((), self._caches.refused)]
         yield "router_connections", "Client connections open.", (), [((), len(self._server.connections))]
         yield "router_in_progress", "Requests being handled.", (), [((), self._server.in_progress)]
+        yield "router_stalled_clients_total", "Clients dropped that took nothing of their answers.", (), [((), self._server.stalled)]
         refusals = [((str(status),), float(count)) for status, count in self._server.refusals.items()]
         yield "router_refused_requests_total", "Requests answered before they were whole or valid HTTP.", ("status",), refusals
 

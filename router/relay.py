@@ -4,26 +4,37 @@ A `Relay` is the sink of an engine connection. It decides once, at the head, whe
 then on every piece read from the engine is written to the client in the same callback. Nothing is kept: when the client's socket
 is full, the engine's is no longer read.
 
-An answer that is not accepted (the engine is overloaded, and another may serve the request) is held whole, up to a limit, in
-case no other engine is left.
+Of a stream of events only whole lines are passed on: an unfinished line is no use to anybody who reads events, and should the engine
+die within it, the client must not be left with half an event, nor with one that our error event completes. (The network rarely cuts
+a line; lines longer than `MAX_LINE_BYTES` pass as they come.)
+
+Two kinds of answers are held whole, up to a limit: one that is not accepted (the engine is overloaded, and another may serve the
+request), in case no other engine is left; and an error that is not JSON, which is put in the API's own shape.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from router.api import error_event
 from router.retry import Attempt, judge
 from router.sse import Scanner, Usage
+from router.tunnel import Tunnel
 
 if TYPE_CHECKING:
     from engines.errors import EngineError
-    from router.server import Exchange, Headers
+    from router.exchange import Exchange, Headers
     from router.upstream import ResponseHead
 
 MAX_HELD_BYTES: Final = 1024 * 1024
+MAX_LINE_BYTES: Final = 64 * 1024
+MAX_QUOTED_CHARS: Final = 1000
+LINE_FEED: Final = 0x0A
 
 HOP_BY_HOP: Final = frozenset(
     {
@@ -38,10 +49,30 @@ HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     }
 )
+_OF_THE_BODY: Final = frozenset({b"content-type", b"content-length", b"content-encoding", b"content-language", b"etag", b"last-modified"})
+_TAG: Final = re.compile(r"<[^>]*>")
 
 
 class Relay:
     """Sink for one answer; `done` resolves when it is over, whatever happened."""
+
+    __slots__ = (
+        "_accept",
+        "_extra_headers",
+        "_held",
+        "_held_bytes",
+        "_on_first_token",
+        "_passing",
+        "_scanner",
+        "_streamed",
+        "_token_seen",
+        "_unfinished",
+        "accepted",
+        "done",
+        "error",
+        "exchange",
+        "head_seen",
+    )
 
     def __init__(
         self, exchange: Exchange, accept: Callable[[int], bool], extra_headers: Headers, on_first_token: Callable[[], None]
@@ -50,14 +81,17 @@ class Relay:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.head_seen: ResponseHead | None = None
         self.accepted = False
-        """The answer is being, or has been, given to the client."""
+        """The answer is the client's, and no other engine will be asked."""
         self.error: EngineError | None = None
-        self.bytes_sent = 0
         self._accept = accept
         self._extra_headers = extra_headers
         self._on_first_token = on_first_token
+        self._passing = False
+        """The client has the head, and gets every piece as it comes."""
         self._held: list[bytes] = []
         self._held_bytes = 0
+        self._unfinished = b""
+        """The beginning of a line of events."""
         self._streamed = False
         self._scanner: Scanner | None = None
         self._token_seen = False
@@ -67,46 +101,68 @@ class Relay:
     def head(self, head: ResponseHead) -> None:
         """Take the answer for the client, or hold it."""
         self.head_seen = head
+        if head.status == 101:
+            return  # `switched` follows
         self.accepted = self._accept(head.status)
-        if self.accepted:
-            self._begin(head)
+        if self.accepted and (head.status < 400 or _is_json(head)):
+            self._begin(head, None)
 
     def body(self, data: bytes) -> None:
         """Pass a piece on."""
-        if not self.accepted:
-            if self._held_bytes < MAX_HELD_BYTES:
-                self._held.append(data)
-                self._held_bytes += len(data)
+        if not self._passing:
+            self._hold(data)
             return
+        if self._scanner is None:
+            self._pass_unread(data)
+            return
+        if self._streamed and (self._unfinished or data[-1] != LINE_FEED):
+            data = self._whole_lines(data)
+            if not data:
+                return
         self.exchange.write(data)
-        self.bytes_sent += len(data)
-        if self._scanner is not None and self._scanner.feed(data):
+        if self._scanner.feed(data):
             self._first_token()
 
     def finished(self, error: EngineError | None) -> None:
         """The engine is done with us."""
         self.error = error
-        if self.accepted:
-            if error is None:
-                if not self._token_seen and self.head_seen is not None and self.head_seen.status < 300 and not self._streamed:
-                    self._first_token()
-                self.exchange.end()
-            else:
+        if self._passing:
+            if error is not None:
                 self._break_off(error)
+            else:
+                self._complete()
+        elif self.accepted and error is None:
+            self.give_held()
         if not self.done.done():
             self.done.set_result(None)
+
+    def switched(self, transport: asyncio.Transport, first: bytes) -> bool:
+        """The engine has agreed to a WebSocket: join the two sockets, if the client asked for it."""
+        if self.head_seen is None or not self.exchange.upgrade:
+            return False
+        self.accepted = True
+        headers = [(name, value) for name, value in self.head_seen.headers if name == b"upgrade" or name not in HOP_BY_HOP]
+        client = self.exchange.switch([*headers, (b"connection", b"Upgrade"), *self._extra_headers])
+        Tunnel(client, transport, first, self._tunnel_ended)
+        self._first_token()
+        return True
 
     # for the proxy
 
     def give_held(self) -> None:
         """Give the client the held answer after all: it is the best there is."""
-        if self.head_seen is None:
+        head = self.head_seen
+        if head is None:
             raise AssertionError
         self.accepted = True
-        self._begin(self.head_seen)
-        for piece in self._held:
-            self.exchange.write(piece)
-        self.exchange.end()
+        body = b"".join(self._held)
+        if self._held_bytes <= MAX_HELD_BYTES and (head.status < 400 or _is_json(head) or _parses(body, head)):
+            self._begin(head, len(body))
+            self.exchange.write(body)
+            self.exchange.end()
+            return
+        kept = [(name, value) for name, value in head.headers if name not in _OF_THE_BODY and name not in HOP_BY_HOP]
+        self.exchange.error(head.status, f"the engine answered {head.status}{_quoted(body, head)}", headers=kept + self._extra_headers)
 
     @property
     def over(self) -> bool:
@@ -130,15 +186,15 @@ class Relay:
 
     # inside
 
-    def _begin(self, head: ResponseHead) -> None:
+    def _begin(self, head: ResponseHead, length: int | None) -> None:
+        """Send the head on. `length` is given where the whole body is known; else it is what the engine says."""
         headers: Headers = []
-        length: int | None = None
         encoded = False
         for name, value in head.headers:
             if name == b"content-length":
-                length = int(value) if value.isdigit() else None
+                length = int(value) if length is None and value.isdigit() else length
             elif name == b"content-type":
-                self._streamed = value.startswith(b"text/event-stream")
+                self._streamed = value[:17].lower() == b"text/event-stream"
                 headers.append((name, value))
             elif name not in HOP_BY_HOP:
                 encoded = encoded or name == b"content-encoding"
@@ -146,15 +202,72 @@ class Relay:
         headers += self._extra_headers
         if head.status < 300 and not encoded:
             self._scanner = Scanner(streamed=self._streamed)
+        self._passing = True
         self.exchange.begin(head.status, headers, length)
 
-    def _first_token(self) -> None:
-        self._token_seen = True
-        self._on_first_token()
+    def _whole_lines(self, data: bytes) -> bytes:
+        data = self._unfinished + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if len(data) - end > MAX_LINE_BYTES:
+            end = len(data)
+        self._unfinished = data[end:]
+        return data[:end]
+
+    def _hold(self, data: bytes) -> None:
+        if self._held_bytes <= MAX_HELD_BYTES:
+            self._held.append(data)
+        self._held_bytes += len(data)
+
+    def _complete(self) -> None:
+        if self._unfinished:
+            self.exchange.write(self._unfinished)
+            if self._scanner is not None and self._scanner.feed(self._unfinished + b"\n"):
+                self._first_token()
+        if not self._streamed:
+            self._first_token()
+        self.exchange.end()
 
     def _break_off(self, error: EngineError) -> None:
         """Tell a streaming client in the stream, then end the connection improperly: it must not look complete."""
-        if self._streamed:
-            verdict = judge(Attempt(error, client_bytes=max(1, self.bytes_sent)))
-            self.exchange.write(b"\n\n" + error_event(verdict.status, f"the answer broke off: {error}", verdict.code))
+        if self._streamed and self._scanner is not None:  # else it is compressed, and a plain event would be noise in it
+            verdict = judge(Attempt(error, client_bytes=1))
+            self.exchange.write(b"\n" + error_event(self.exchange.path, verdict.status, f"the answer broke off: {error}", verdict.code))
         self.exchange.abort()
+
+    def _pass_unread(self, data: bytes) -> None:
+        """A piece of an error, or of something compressed, whose first piece then stands for its first token."""
+        self.exchange.write(data)
+        self._first_token()
+
+    def _first_token(self) -> None:
+        if not self._token_seen and self.head_seen is not None and self.head_seen.status < 300:
+            self._token_seen = True
+            self._on_first_token()
+
+    def _tunnel_ended(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+def _is_json(head: ResponseHead) -> bool:
+    kind = (head.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+    return kind == b"application/json" or kind.endswith(b"+json") or kind == b"text/event-stream"
+
+
+def _parses(body: bytes, head: ResponseHead) -> bool:
+    """Whether a body is a JSON object, whatever its type says."""
+    if head.header(b"content-encoding") is not None or not body.lstrip().startswith(b"{"):
+        return False
+    try:
+        msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
+def _quoted(body: bytes, head: ResponseHead) -> str:
+    """What an error page says, in words."""
+    if head.header(b"content-encoding") is not None:
+        return ""
+    words = " ".join(_TAG.sub(" ", body[: 8 * MAX_QUOTED_CHARS].decode("utf-8", "replace")).split())
+    return f": {words[:MAX_QUOTED_CHARS]}" if words else ""

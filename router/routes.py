@@ -36,6 +36,13 @@ class Route(msgspec.Struct, frozen=True):
     path: str
     form: PromptForm = PromptForm.UNREAD
     engines: frozenset[EngineKind] = BOTH
+    websocket: bool = False
+    """Opened by a GET that asks for a WebSocket; every other route is a POST."""
+
+    @property
+    def method(self) -> str:
+        """The one method it takes."""
+        return "GET" if self.websocket else "POST"
 
 
 _ROUTES: Final = (
@@ -59,6 +66,7 @@ _ROUTES: Final = (
     Route("/v1/detokenize", engines=SGLANG),
     Route("/v1/audio/transcriptions"),
     Route("/v1/audio/translations", engines=VLLM),
+    Route("/v1/realtime", websocket=True),
     Route("/v1/chat/completions/render", PromptForm.CHAT, VLLM),
     Route("/v1/completions/render", PromptForm.COMPLETION, VLLM),
     Route("/inference/v1/generate", PromptForm.GENERATE, VLLM),
@@ -66,4 +74,3 @@ _ROUTES: Final = (
 )
 
 INFERENCE: Final[dict[bytes, Route]] = {route.path.encode(): route for route in _ROUTES}
-"""Every route is POST."""

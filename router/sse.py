@@ -1,121 +1,180 @@
 """What routing wants to know of an answer as it passes: when the first token came, how many tokens, whether it failed.
 
-A `Scanner` looks at the bytes beside the stream and never holds them back. It reads server-sent events and plain JSON alike, and
-survives any split: an event cut in two by the network is completed from a bounded tail.
+A `Scanner` looks at the bytes beside the stream and never holds them back. It reads server-sent events and plain JSON alike, in
+constant memory, and however the network cuts the bytes, it finds the same.
+
+    data: {"choices":[{"delta":{"role":"assistant","content":""}}]}       not a token yet
+    data: {"choices":[{"delta":{"content":"Hel"}}]}                       the first token
+    data: {"choices":[],"usage":{"prompt_tokens":7,…}}                    usage
 """
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import msgspec
 
-MAX_TAIL_BYTES: Final = 16 * 1024
-USAGE: Final = b'"usage"'
+MAX_LINE_BYTES: Final = 16 * 1024
+"""What is looked at of a line; a usage object is found behind that too."""
+MAX_USAGE_BYTES: Final = 4 * 1024
+LINE_FEED: Final = 0x0A
+
+_USAGE: Final = b'"usage"'
+_USAGE_OBJECT: Final = re.compile(rb'"usage"\s*+:\s*+(\{(?:[^{}]++|\{[^{}]*+\})*+\})')
+_USAGE_CUT_OFF: Final = re.compile(rb'"usage"\s*+(?::\s*+(?:\{(?:[^{}]++|\{[^{}]*+\})*+(?:\{[^{}]*+)?)?)?\Z')
+_LINE_END: Final = re.compile(rb"[\r\n]")
+_EVENT_NAME: Final = re.compile(rb"event:\s*([^\r\n]*)")
+_NOTHING: Final = re.compile(rb"data:\s*(?:\[DONE\]|\Z)")
+_ERROR: Final = re.compile(rb'data:\s*\{\s*"(?:error"|object"\s*:\s*"error"|type"\s*:\s*"(?:error|response\.failed)")')
+_ERROR_NAMES: Final = frozenset({b"error", b"response.failed"})
+_TYPE: Final = re.compile(rb'data:\s*\{\s*"type"\s*:\s*"([^"]*)"')
+_ROLE: Final = re.compile(rb'"role"\s*:\s*"assistant"')
+_NO_CONTENT: Final = re.compile(rb'"content"\s*:\s*""')
+_NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\]')
+_MESSAGES_API: Final = frozenset(
+    {b"ping", b"message_start", b"message_delta", b"message_stop", b"content_block_start", b"content_block_delta", b"content_block_stop"}
+)
 
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    # The responses and messages APIs:
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
     """Token counts as the engine reports them."""
 
     prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: _Details | None = None
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Prompt tokens that came from the engine's cache; None when it does not say."""
-        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+    """Prompt tokens that came from the engine's cache; None when it does not say."""
 
 
-_usage_decoder = msgspec.json.Decoder(Usage)
+_usage_decoder = msgspec.json.Decoder(_Usage)
 
 
 class Scanner:
     """Watches one answer go by.
 
-    `feed` returns True exactly once: for the piece that carries the first token (of a stream), or never for plain JSON.
+    `feed` returns True exactly once: for the piece that completes the first token's line (of a stream), or never for plain JSON.
     """
 
-    __slots__ = ("_streamed", "_tail", "_usage_event", "failed", "first_token")
+    __slots__ = ("_cut_off", "_in_long_line", "_line", "_name", "_streamed", "_usage", "failed", "first_token")
 
     def __init__(self, *, streamed: bool) -> None:
         self._streamed = streamed
-        self._tail = b""
-        self._usage_event = b""
+        self._line = b""
+        """The beginning of a line whose end has not come."""
+        self._in_long_line = False
+        self._name = b""
+        """The event that the lines belong to."""
+        self._usage = b""
+        self._cut_off = b""
+        """What may be the beginning of a usage object."""
         self.first_token = False
         self.failed = False
         """An error event went by."""
 
     def feed(self, data: bytes) -> bool:
-        """Look at the next piece."""
+        """Look at the next piece, which is not empty."""
+        if self._cut_off or _USAGE in data or data[-1] != LINE_FEED:
+            self._look_for_usage(data)
         if not self._streamed:
-            self._tail = (self._tail + data)[-MAX_TAIL_BYTES:]
             return False
-        if self._tail:
-            data = self._tail + data
-        end = _last_boundary(data)
-        if end == len(data):
-            self._tail = b""
-        else:
-            self._tail = data[end:][-MAX_TAIL_BYTES:]
-            data = data[:end]
-        if USAGE in data:
-            self._usage_event = data
-        if b'"error"' in data and not self.failed:
-            self.failed = any(line.startswith((b'data: {"error"', b'data:{"error"')) for line in data.splitlines())
+        if self._line or self._in_long_line or data[-1] != LINE_FEED:
+            data = self._whole_lines(data)
+        if not self.failed and b"error" in data:
+            self.failed = any(_tells_failure(line) for line in data.splitlines())
         if self.first_token or not data:
             return False
-        self.first_token = any(_carries_token(line) for line in data.splitlines())
+        self.first_token = any(map(self._carries_token, data.splitlines()))
         return self.first_token
 
     def usage(self) -> Usage | None:
         """The last usage object that went by, or None."""
-        data = self._usage_event if self._streamed else self._tail
-        at = data.rfind(USAGE)
-        while at >= 0:
-            usage = _decode_usage(data, data.find(b":", at) + 1)
-            if usage is not None:
-                return usage
-            at = data.rfind(USAGE, 0, at)
-        return None
+        try:
+            found = _usage_decoder.decode(self._usage) if self._usage else None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        if found is None:
+            return None
+        details = found.prompt_tokens_details or found.input_tokens_details
+        return Usage(
+            prompt_tokens=found.prompt_tokens or found.input_tokens or 0,
+            completion_tokens=found.completion_tokens or found.output_tokens or 0,
+            cached_tokens=details.cached_tokens if details is not None else found.cache_read_input_tokens,
+        )
+
+    # inside
+
+    def _look_for_usage(self, data: bytes) -> None:
+        data = self._cut_off + data
+        for found in _USAGE_OBJECT.finditer(data):
+            self._usage = found[1]
+        at = data.rfind(_USAGE)
+        if at >= 0 and len(data) - at < MAX_USAGE_BYTES and _USAGE_CUT_OFF.match(data, at):
+            self._cut_off = data[at:]
+        else:
+            self._cut_off = _prefix_at_end(data)
+
+    def _whole_lines(self, data: bytes) -> bytes:
+        """The lines that end in this piece. Of a line too long to keep, only the beginning is one; its rest is nothing."""
+        if self._in_long_line:
+            ended = _LINE_END.search(data)
+            if ended is None:
+                return b""
+            self._in_long_line = False
+            data = b":" + data[ended.start() :]  # as a comment
+        data = self._line + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1  # a last CR may be half of a line's end
+        self._line = data[end:]
+        data = data[:end]
+        if len(self._line) > MAX_LINE_BYTES:
+            data += self._line[:MAX_LINE_BYTES]
+            self._line = b""
+            self._in_long_line = True
+        return data
+
+    def _carries_token(self, line: bytes) -> bool:
+        """Whether an event line carries generated output, rather than a role, a comment, an error or the end."""
+        if not line:
+            self._name = b""
+            return False
+        named = _EVENT_NAME.match(line)
+        if named:
+            self._name = named[1].rstrip()
+            return False
+        if not line.startswith(b"data:"):
+            return False
+        line = line[:MAX_LINE_BYTES]
+        typed = _TYPE.match(line)
+        name = self._name or (typed[1] if typed else b"")
+        if name.startswith(b"response.") or name in _MESSAGES_API:
+            return name.endswith(b"delta") and name != b"message_delta"
+        if name in _ERROR_NAMES or _ERROR.match(line) or _NOTHING.match(line) or _NO_CHOICES.search(line):
+            return False
+        return not (_ROLE.search(line) and _NO_CONTENT.search(line))
 
 
-def _last_boundary(data: bytes) -> int:
-    """Where the last complete event ends: after the last empty line, of either line ending; 0 when there is none."""
-    if data.endswith(b"\n\n"):
-        return len(data)
-    line_feed, carriage = data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n")
-    if carriage > line_feed:
-        return carriage + 4
-    return line_feed + 2 if line_feed >= 0 else 0
+def _tells_failure(line: bytes) -> bool:
+    named = _EVENT_NAME.match(line)
+    return named[1].rstrip() in _ERROR_NAMES if named else _ERROR.match(line) is not None
 
 
-def _carries_token(line: bytes) -> bool:
-    """Whether an event line carries generated output, rather than a role, a comment, an error or the end."""
-    if not line.startswith(b"data:"):
-        return False
-    if b"[DONE]" in line[:16] or line[5:15].lstrip().startswith(b'{"error'):
-        return False
-    return not (b'"role":"assistant"' in line and b'"content":""' in line)
-
-
-def _decode_usage(data: bytes, start: int) -> Usage | None:
-    """The JSON object at `start`, found by counting braces: a usage object has no strings with braces in them."""
-    if not data[start : start + 2].lstrip().startswith(b"{"):
-        return None
-    depth = 0
-    for at in range(start, min(len(data), start + 4096)):
-        if data[at] == 0x7B:
-            depth += 1
-        elif data[at] == 0x7D:
-            depth -= 1
-            if depth == 0:
-                try:
-                    return _usage_decoder.decode(data[start : at + 1])
-                except msgspec.DecodeError:
-                    return None
-    return None
+def _prefix_at_end(data: bytes) -> bytes:
+    """The longest end of `data` that is a beginning of `"usage"`."""
+    for length in range(min(len(_USAGE) - 1, len(data)), 0, -1):
+        if data.endswith(_USAGE[:length]):
+            return data[-length:]
+    return b""

@@ -1,31 +1,27 @@
-"""The engines' side of the byte path: pooled connections that hand what they read to a sink, from the socket's own callback.
+"""The engines' side of the byte path: connections that hand what they read to a sink, from the socket's own callback.
 
-    Pool.acquire ──▶ EngineConnection.send(request, sink) ── head · body · body · finished ──▶ sink
-                 ◀── back into the pool when the engine keeps the connection, closed otherwise
+    EngineConnection.send(request, sink) ── head · body · body · finished ──▶ sink
+                     └── back into the pool when the engine keeps the connection, closed otherwise
 
-An engine's server closes a connection that has been idle for a few seconds (uvicorn: 5). A request sent at that very moment is
-lost without having been seen; so idle connections are dropped before that, and `reused` tells a retry what it may assume.
+One request at a time. What arrives in one read is handed on in one piece.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import httptools
 import msgspec
 
-from engines.errors import EngineBroken, EngineClosed, EngineError, EngineTimeout, EngineUnreachable
+from engines.errors import EngineBroken, EngineClosed, EngineError, EngineTimeout
 
 if TYPE_CHECKING:
-    import ssl
+    from router.exchange import Headers
+    from router.pool import EnginePool
 
-    from router.server import Headers
-
-IDLE_LIMIT_S: Final = 4.0
-"""Below uvicorn's 5 s, which both engines keep by default."""
-SWEEP_PERIOD_S: Final = 0.25
+MAX_HEAD_BYTES: Final = 256 * 1024
+NEVER: Final = float("inf")
 
 
 class Timeouts(msgspec.Struct, frozen=True):
@@ -62,6 +58,10 @@ class Sink(Protocol):
         """A piece of the body, without transfer framing."""
         ...
 
+    def switched(self, transport: asyncio.Transport, first: bytes) -> bool:
+        """The engine has agreed to another protocol: take the socket, and the first bytes of it; False when nobody had asked."""
+        ...
+
     def finished(self, error: EngineError | None) -> None:
         """The response is complete (None), or will never be. Called once, last."""
         ...
@@ -74,9 +74,12 @@ class EngineConnection(asyncio.Protocol):
         "_complete",
         "_error",
         "_head",
+        "_head_bytes",
         "_headers",
+        "_heard",
         "_keep",
         "_parser",
+        "_paused",
         "_pieces",
         "_pool",
         "_sink",
@@ -96,16 +99,20 @@ class EngineConnection(asyncio.Protocol):
         self._sink: Sink | None = None
         self._headers: Headers = []
         self._head: ResponseHead | None = None
+        self._head_bytes = 0
         self._pieces: list[bytes] = []
         self._complete = False
         self._keep = False
         self._until_close = False
+        self._paused = False
+        self._heard = False
+        """Something has come since `expire` last looked: asking the clock there costs less than asking it at every piece."""
         self._error: EngineError | None = None
         self.closed = False
         self.reused = False
         """An earlier request was answered on this connection."""
         self.idle_since = 0.0
-        self.deadline = 0.0
+        self.deadline = NEVER
         """Loop time at which the current stage has taken too long."""
         self.stage = ""
 
@@ -116,8 +123,10 @@ class EngineConnection(asyncio.Protocol):
         self._sink = sink
         self._headers = []
         self._head = None
+        self._head_bytes = 0
         self._complete = False
         self._until_close = False
+        self._heard = False
         self.stage = "response head"
         self.deadline = self._pool.loop.time() + self._pool.timeouts.response_head_s
         if self.closed or self._transport is None:
@@ -128,13 +137,15 @@ class EngineConnection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Read no more for now: the client cannot take it. The kernel then slows the engine."""
-        if self._transport is not None and not self.closed:
+        if self._transport is not None and not self.closed and not self._paused:
+            self._paused = True
             self._transport.pause_reading()
-            self.deadline = float("inf")
+            self.deadline = NEVER  # the silence is ours; how long a client may stall is the server's to say
 
     def resume(self) -> None:
         """Read again."""
-        if self._transport is not None and not self.closed:
+        if self._transport is not None and not self.closed and self._paused:
+            self._paused = False
             self._transport.resume_reading()
             self.deadline = self._pool.loop.time() + self._pool.timeouts.stream_idle_s
 
@@ -145,42 +156,57 @@ class EngineConnection(asyncio.Protocol):
 
     def expire(self, now: float) -> None:
         """End the response with a timeout if its deadline has passed."""
-        if self._sink is not None and now > self.deadline:
+        if self._heard:
+            self._heard = False
+            self.deadline = NEVER if self._paused else now + self._pool.timeouts.stream_idle_s
+        elif self._sink is not None and now > self.deadline:
             timeouts = self._pool.timeouts
             limit = timeouts.response_head_s if self._head is None else timeouts.stream_idle_s
-            self._close()
-            self._finish(EngineTimeout(self.stage, limit))
+            self._fail(EngineTimeout(self.stage, limit))
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The engine has accepted."""
         self._transport = cast("asyncio.Transport", transport)
+        self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
         """Parse, then hand on everything this read brought in one piece."""
-        if self._sink is None:  # bytes after the end of an answer: the engine does not speak HTTP as we do
+        sink = self._sink
+        if sink is None:  # bytes after the end of an answer: the engine does not speak HTTP as we do
             self._close()
             return
-        self.deadline = self._pool.loop.time() + self._pool.timeouts.stream_idle_s
+        self._heard = True
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._error = EngineBroken(f"the engine's answer is not valid HTTP: {error}")
+        except httptools.HttpParserUpgrade as upgrade:
+            self._hand_over(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserCallbackError:
+            raise  # ours: the loop logs it and closes the connection
+        except httptools.HttpParserError as error:
+            self._not_http(error)
         pieces = self._pieces
-        if pieces and self._sink is not None:
+        if pieces and self._head is not None:
             self._pieces = []
-            self._sink.body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        if self._error is not None:
-            self._close()
-            self._finish(self._error)
-        elif self._complete:
+            sink.body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        if self._complete:
             self._release()
+        elif self._error is not None:
+            self._fail(self._error)
+        elif self._head is None:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._fail(EngineBroken(f"the head of the engine's answer is longer than {MAX_HEAD_BYTES} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The engine closed, or the network did."""
-        self.closed = True
-        self._pool.forget(self)
+        if not self.closed:
+            self.closed = True
+            self._pool.forget(self)
+            if self.reused and self._sink is None and exc is None:
+                self._pool.closed_by_engine(self._pool.loop.time() - self.idle_since)
         if self._sink is None:
             return
         why = f": {exc}" if exc else ""
@@ -194,18 +220,33 @@ class EngineConnection(asyncio.Protocol):
     # httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header, whole."""
-        self._headers.append((name.lower(), value))
+        """One header, whole; trailers come here too, and are dropped."""
+        if self._head is None:
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
         status = self._parser.get_status_code()
-        if status < 200:  # 100 Continue and its like: the real head follows
+        if status < 200 and status != 101:  # 100 Continue and its like: the real head follows
             self._headers = []
             return
+        self._until_close = status not in (101, 204, 304)
+        for name, value in self._headers:
+            if name == b"content-length":
+                self._until_close = False
+            elif name == b"transfer-encoding":
+                coding = value.lower()
+                if coding == b"chunked":
+                    self._until_close = False
+                elif coding != b"identity":
+                    self._error = EngineBroken(
+                        f"the engine's answer has the transfer coding {value.decode('latin-1')!r}, which nobody asked for"
+                    )
+                    return
+            elif name == b"keep-alive":
+                self._pool.told(value)
         self._head = ResponseHead(status, self._headers)
-        self.stage = "stream"
-        self._until_close = not any(name in (b"content-length", b"transfer-encoding") for name, _ in self._headers)
+        self.stage = "idle stream"
         if self._sink is not None:
             self._sink.head(self._head)
 
@@ -222,13 +263,36 @@ class EngineConnection(asyncio.Protocol):
     # inside
 
     def _release(self) -> None:
-        if self._keep and not self.closed and not self._until_close:
+        """The answer is complete. A connection is used again only if nothing is left on it, in either direction."""
+        transport = self._transport
+        if self._keep and not self.closed and not self._until_close and transport is not None and not transport.get_write_buffer_size():
+            if self._paused:
+                self.resume()
             self.reused = True
             self.stage = ""
+            self.deadline = NEVER
             self._finish(None, back_to_pool=True)
         else:
             self._close()
             self._finish(None)
+
+    def _fail(self, error: EngineError) -> None:
+        self._close()
+        self._finish(error)
+
+    def _not_http(self, error: Exception) -> None:
+        if self._complete:
+            self._keep = False  # the answer is whole; what came behind it is no part of it
+        elif self._error is None:
+            self._error = EngineBroken(f"the engine's answer is not valid HTTP: {error}")
+
+    def _hand_over(self, first: bytes) -> None:
+        """Give the socket to the sink: the engine has agreed to another protocol."""
+        if self._sink is not None and self._transport is not None and self._sink.switched(self._transport, first):
+            self._sink = None
+            self._pool.forget(self)
+        else:
+            self._fail(EngineBroken("the engine switched to another protocol, and nobody had asked"))
 
     def _finish(self, error: EngineError | None, *, back_to_pool: bool = False) -> None:
         sink, self._sink = self._sink, None
@@ -243,71 +307,3 @@ class EngineConnection(asyncio.Protocol):
             self._pool.forget(self)
             if self._transport is not None:
                 self._transport.abort()
-
-
-class EnginePool:
-    """Connections to one engine: as many as there are requests in flight, the idle ones kept for a short while."""
-
-    def __init__(self, host: str, port: int, timeouts: Timeouts, ssl_context: ssl.SSLContext | None = None) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.host = host
-        self.port = port
-        self.timeouts = timeouts
-        self._ssl = ssl_context
-        self._idle: deque[EngineConnection] = deque()
-        self._open: set[EngineConnection] = set()
-
-    @property
-    def open(self) -> int:
-        """Sockets open, idle ones included."""
-        return len(self._open)
-
-    @property
-    def streaming(self) -> bool:
-        """Whether an answer is coming in right now."""
-        return any(connection.stage == "stream" for connection in self._open)
-
-    def take_idle(self) -> EngineConnection | None:
-        """The most recently used idle connection that is still fresh, or None."""
-        limit = self.loop.time() - IDLE_LIMIT_S
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.closed and connection.idle_since >= limit:
-                return connection
-            connection.abandon()
-        return None
-
-    async def connect(self) -> EngineConnection:
-        """A new connection. Raises EngineUnreachable; EngineTimeout when the engine does not accept in time."""
-        try:
-            async with asyncio.timeout(self.timeouts.connect_s):
-                _, connection = await self.loop.create_connection(
-                    lambda: EngineConnection(self), self.host, self.port, ssl=self._ssl, server_hostname=self.host if self._ssl else None
-                )
-        except TimeoutError:
-            raise EngineUnreachable(f"connect timed out after {self.timeouts.connect_s:g} s") from None
-        except OSError as error:
-            raise EngineUnreachable(f"cannot connect to {self.host}:{self.port}: {error.strerror or error}") from error
-        self._open.add(connection)
-        return connection
-
-    def put_back(self, connection: EngineConnection) -> None:
-        """A connection whose answer is complete may serve another request."""
-        connection.idle_since = self.loop.time()
-        self._idle.append(connection)
-
-    def forget(self, connection: EngineConnection) -> None:
-        """A connection is closed."""
-        self._open.discard(connection)
-
-    def sweep(self, now: float) -> None:
-        """End what has taken too long, and close what has been idle too long."""
-        for connection in list(self._open):
-            connection.expire(now)
-        while self._idle and (self._idle[0].closed or self._idle[0].idle_since < now - IDLE_LIMIT_S):
-            self._idle.popleft().abandon()
-
-    def close(self) -> None:
-        """Close the idle connections; those in use close when their answers end."""
-        while self._idle:
-            self._idle.pop().abandon()
