@@ -25,6 +25,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     waiting: int | None = None
     kv_usage: float | None = None
     """0..1."""
+    asleep: bool | None = None
+    """Its weights are not loaded; vLLM alone can sleep."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -67,13 +69,14 @@ def samples(text: str, name: str) -> Iterator[Sample]:
 def read_load(kind: EngineKind, text: str) -> dict[int, EngineLoad]:
     """What each rank reports on this page; a rank that reports none of the three is absent."""
     label, running, waiting, usage = _NAMES[kind]
+    asleep = _asleep(text) if kind is EngineKind.VLLM else {}
     by_rank: dict[int, dict[str, float]] = {}
     for field, names in (("running", running), ("waiting", waiting), ("kv_usage", usage)):
         for rank, value in _by_rank(text, label, names):
             values = by_rank.setdefault(rank, {})
             # Tensor-parallel processes of one rank may each report; they agree but for the moment they were asked.
             values[field] = max(values.get(field, 0.0), value)
-    return {rank: _load(values) for rank, values in sorted(by_rank.items())}
+    return {rank: _load(values, asleep=asleep.get(rank)) for rank, values in sorted(by_rank.items())}
 
 
 def read_loads(answer: bytes) -> dict[int, EngineLoad]:
@@ -122,12 +125,23 @@ def _by_rank(text: str, label: str, names: tuple[str, ...]) -> Iterator[tuple[in
             return
 
 
-def _load(values: Mapping[str, float]) -> EngineLoad:
+def _asleep(text: str) -> dict[int, bool]:
+    """By rank; empty where the version does not tell. Level 0 (paused, nothing offloaded) shows only in that it is not awake."""
+    states = samples(text, "vllm:engine_sleep_state")
+    return {
+        rank: value == 0
+        for labels, value in states
+        if labels.get("sleep_state") == "awake" and (rank := whole(labels.get("engine", "0"))) is not None
+    }
+
+
+def _load(values: Mapping[str, float], *, asleep: bool | None) -> EngineLoad:
     running, waiting = values.get("running"), values.get("waiting")
     return EngineLoad(
         running=None if running is None else round(running),
         waiting=None if waiting is None else round(waiting),
         kv_usage=values.get("kv_usage"),
+        asleep=asleep,
     )
 
 

@@ -1,7 +1,7 @@
 """Which engines can be routed to, and for which models? The router's own list of members.
 
 An engine is *joining* until its tokenizer has been checked and its cache is known, then *serving*; a *draining* one finishes what
-it has. Engines of one model may differ in everything else: kind, block size, adapters, the ids they go by.
+it has, and stays so through restarts until somebody says otherwise. Engines of one model may differ in everything else: kind, block size, adapters, the ids they go by.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from router.scheduling.types import Rejection
 class Member:
     """One engine and what the router holds against it."""
 
-    __slots__ = ("cooling_until", "draining", "endpoints", "info", "serving", "suspected", "tokenizer_line")
+    __slots__ = ("asleep", "cooling_until", "draining", "endpoints", "info", "serving", "suspected", "tokenizer_line")
 
     def __init__(self, info: EngineInfo) -> None:
         self.info = info
         self.endpoints = info.endpoints
         self.serving = False
         self.draining = False
+        self.asleep = False
         self.suspected = False
         """A connection to it failed, and it has not been seen alive since."""
         self.cooling_until = 0.0
@@ -32,11 +33,18 @@ class Member:
         """Why nothing new may be sent here, or None."""
         if self.draining:
             return Rejection.DRAINING
+        if self.asleep:
+            return Rejection.ASLEEP
         if self.suspected:
             return Rejection.EJECTED
         if self.cooling_until > now:
             return Rejection.COOLING
         return None
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether new requests are meant to come here, in good times."""
+        return self.serving and not self.draining and not self.asleep
 
 
 class Fleet:
@@ -46,10 +54,12 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self._by_model: dict[str, list[Member]] = {}
         self._adapters: dict[str, str | None] = {}
+        self._draining: set[str] = set()
 
     def add(self, info: EngineInfo) -> Member:
         """An engine has joined; it takes no requests before `serve`."""
         member = Member(info)
+        member.draining = info.id in self._draining
         self.members[info.id] = member
         return member
 
@@ -68,6 +78,22 @@ class Fleet:
         if self.members.pop(engine_id, None) is not None:
             self._rebuild()
 
+    def drain(self, engine_id: str) -> None:
+        """Nothing new goes to the engine, whether it is a member now or comes to be one, until `undrain`."""
+        self._draining.add(engine_id)
+        if (member := self.members.get(engine_id)) is not None:
+            member.draining = True
+
+    def undrain(self, engine_id: str) -> None:
+        """The engine takes requests again."""
+        self._draining.discard(engine_id)
+        if (member := self.members.get(engine_id)) is not None:
+            member.draining = False
+
+    def is_draining(self, engine_id: str) -> bool:
+        """Whether nothing new goes there because somebody said so."""
+        return engine_id in self._draining
+
     def of_model(self, model: str) -> list[Member]:
         """Serving engines that offer the model; empty when none does."""
         return self._by_model.get(model, [])
@@ -77,9 +103,14 @@ class Fleet:
         return self._adapters.get(model)
 
     def models(self) -> Iterator[Model]:
-        """Every model served now, once each: the first engine's entry."""
+        """Every model that a request could be sent to, once each: the first engine's entry."""
         for model, members in self._by_model.items():
-            yield next(entry for entry in members[0].info.models if entry.id == model)
+            if self.takers(model):
+                yield next(entry for entry in members[0].info.models if entry.id == model)
+
+    def takers(self, model: str) -> int:
+        """How many engines take new requests for the model."""
+        return sum(member.takes_requests for member in self.of_model(model))
 
     @property
     def model_ids(self) -> Iterable[str]:

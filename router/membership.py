@@ -103,6 +103,10 @@ class Membership:
         if member is None:
             return
         member.suspected = False
+        told = [load[rank].asleep for rank in load if load[rank].asleep is not None]
+        if told and any(told) != member.asleep:
+            member.asleep = not member.asleep
+            event(log, logging.INFO, "engine sleeps" if member.asleep else "engine is awake", engine=engine_id)
         now = self._clock()
         for endpoint in member.info.endpoints:
             if endpoint.rank in load:

@@ -80,6 +80,8 @@ class Rejection(enum.StrEnum):
     EXCLUDED = "excluded"
     """Already tried for this request."""
     DRAINING = "draining"
+    ASLEEP = "asleep"
+    """Its weights are not loaded: somebody has put it to sleep."""
     EJECTED = "ejected"
     """Not healthy now."""
     COOLING = "cooling"

@@ -90,7 +90,8 @@ async def test_a_simulated_engine_is_found_to_be_what_it_is(session: aiohttp.Cli
         assert not info.kv_sources[0].bind
         client = EngineClient(session, engine.url)
         assert await alive(client, info)
-        assert (await look(client, info)).load == {0: EngineLoad(0, 0, 0.0)}
+        asleep = False if kind is EngineKind.VLLM else None
+        assert (await look(client, info)).load == {0: EngineLoad(0, 0, 0.0, asleep=asleep)}
 
 
 @pytest.mark.parametrize("kind", list(EngineKind))

@@ -13,7 +13,7 @@ SGLANG = (DATA / "sglang" / "metrics.txt").read_text()
 
 
 def test_a_real_vllm_page_is_read() -> None:
-    assert read_load(EngineKind.VLLM, VLLM) == {0: EngineLoad(running=0, waiting=0, kv_usage=0.0)}
+    assert read_load(EngineKind.VLLM, VLLM) == {0: EngineLoad(running=0, waiting=0, kv_usage=0.0, asleep=False)}
     assert read_cache_config(VLLM) == {0: CacheConfig(block_size=32, total_blocks=12)}
     assert read_boot(VLLM) == 1795954074.36
 
@@ -89,3 +89,13 @@ def test_sglang_loads_are_read_by_rank() -> None:
     assert read_loads(answer) == {0: EngineLoad(3, 1, 0.25), 1: EngineLoad()}
     assert read_loads(b"[]") == {}
     assert read_loads(b"not json") == {}
+
+
+def test_a_vllm_engine_is_asleep_when_it_is_not_awake_at_any_level() -> None:
+    state = 'vllm:engine_sleep_state{engine="%d",model_name="tiny",sleep_state="%s"} %.1f\n'
+    page = 'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_running{engine="1"} 0.0\n'
+    page += state % (0, "awake", 0) + state % (0, "weights_offloaded", 1) + state % (0, "discard_all", 0)
+    page += state % (1, "awake", 1) + state % (1, "weights_offloaded", 0) + state % (1, "discard_all", 0)
+    assert {rank: load.asleep for rank, load in read_load(EngineKind.VLLM, page).items()} == {0: True, 1: False}
+    paused = page.replace('"weights_offloaded"} 1.0', '"weights_offloaded"} 0.0')
+    assert read_load(EngineKind.VLLM, paused)[0].asleep is True
