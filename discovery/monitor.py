@@ -47,6 +47,16 @@ class Monitor:
         """The ids of all engines followed, joined or not."""
         return tuple(self._watches)
 
+    def spec(self, engine_id: str) -> EngineSpec | None:
+        """How a followed engine was named, its URL normalised; None when it is not followed."""
+        watch = self._watches.get(engine_id)
+        return None if watch is None else watch.spec
+
+    def waiting_for(self, engine_id: str) -> str:
+        """Why an engine that is followed has not joined, in words; empty when it has, or when nothing is known yet."""
+        watch = self._watches.get(engine_id)
+        return "" if watch is None else watch.waiting_for
+
     async def run(self) -> None:
         """Follow the engines until cancelled; members stay members then, since nothing is known against them."""
         try:

@@ -73,7 +73,9 @@ class Watch:
         listener: Listener,
         times: WatchTimes,
     ) -> None:
-        self._spec = spec
+        self.spec = spec
+        self.waiting_for = ""
+        """Why it has not joined, as of the last probe."""
         self._registry = registry
         self._client = EngineClient.of(session, spec, timeout_s=times.probe_timeout_s)
         self._listener = listener
@@ -108,10 +110,12 @@ class Watch:
         while True:
             self._suspected.clear()
             try:
-                info = await probe(self._client, self._spec)
+                info = await probe(self._client, self.spec)
             except EngineError as error:
+                self.waiting_for = str(error)
                 self._say_waiting(str(error), said)
             else:
+                self.waiting_for = ""
                 self._announce(info)
                 return
             await self._pause(min(delay, self._times.probe_period_s))
