@@ -96,6 +96,8 @@ def parse(body: bytes, content_type: bytes | None = None) -> ApiBody:
         return _decoder.decode(body)
     except msgspec.ValidationError as error:
         raise BadBody(f"the request body is not valid: {error}") from None
+    except RecursionError:
+        raise BadBody("the request body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadBody(f"the request body is not valid JSON: {error}") from None
 

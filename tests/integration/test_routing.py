@@ -208,6 +208,7 @@ async def test_bad_input_is_answered_in_the_openai_shape_and_no_engine_sees_it()
             (await router.chat("x", model="nope"), 404, "nope"),
             (await router.post("/v1/chat/completions", b"{not json"), 400, "JSON"),
             (await router.post("/v1/chat/completions", b'{"model": 7}'), 400, "model"),
+            (await router.post("/v1/chat/completions", b'{"model": "sim", "messages": ' + b"[" * 9000), 400, "nested too deeply"),
             (await router.chat("x" * 20_000), 413, "10000"),
             (await router.post("/v1/chat/completions", {"model": "sim", "messages": [{"role": "wizard", "content": "x"}]}), 400, "wizard"),
             (await router.get("/v1/chat/completions"), 405, "POST"),
