@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import NamedTuple
 
@@ -39,8 +40,12 @@ def prefix(name: str, number: int) -> str:
 
 def tokens_of(text: str) -> int:
     """By the tiny model's tokenizer."""
-    tokenizer = Tokenizer.from_file(str(MODEL_SOURCE / "tokenizer.json"))
-    return len(tokenizer.encode(text).ids)
+    return len(_tokenizer().encode(text).ids)
+
+
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(MODEL_SOURCE / "tokenizer.json"))
 
 
 def blocks_for(prefixes: float, block_size: int) -> int:

@@ -75,6 +75,8 @@ def vllm(setup: Setup = VLLM) -> Program:
             "--num-gpu-blocks-override", str(setup.blocks),
             # for `/render`, the reference for token ids, and `cached_tokens` in `usage`
             "--enable-scale-out", "--enable-prompt-tokens-details",
+            # else a request with tools is refused, unless it forbids to call them
+            "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
             *(("--kv-events-config", json.dumps(events)) if setup.kv_events else ()),
             *setup.arguments,
         ]  # fmt: skip
@@ -123,6 +125,8 @@ def sglang(setup: Setup = SGLANG) -> Program:
             "--mem-fraction-static", "0.1", "--context-length", str(setup.max_model_len),
             "--max-total-tokens", str(setup.blocks * setup.block_size), "--page-size", str(setup.block_size),
             "--random-seed", "7", "--enable-metrics", "--enable-cache-report",
+            # else its scheduler spins on a core of its own while there is nothing to do
+            "--sleep-on-idle",
             *(("--kv-events-config", json.dumps(events)) if setup.kv_events else ()),
             *setup.arguments,
         ]  # fmt: skip

@@ -72,13 +72,11 @@ def test_a_build_that_fails_is_not_taken_for_complete(monkeypatch: pytest.Monkey
         patched.setattr(environments, "_build", fail)
         with pytest.raises(RuntimeError, match="no such package"):
             environments.ensure("none")
-    made: list[Path] = []
-    monkeypatch.setattr(environments, "_build", lambda _, folder: (folder.mkdir(), made.append(folder)))
-    environments.ensure("none")
-    assert made
+    monkeypatch.setattr(environments, "_build", lambda _, folder: (folder / "made").mkdir(parents=True))
+    assert (environments.ensure("none") / "made").exists()
 
 
-def test_two_at_once_build_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_at_once_build_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, built = threading.Event(), []
 
     def build(_: Recipe, folder: Path) -> None:
@@ -86,9 +84,12 @@ def test_two_at_once_build_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         built.append(folder)
         assert waiting.wait(10)
 
-    say = environments._say
+    def say(text: str) -> None:
+        if "waiting" in text:
+            waiting.set()
+
     monkeypatch.setattr(environments, "_build", build)
-    monkeypatch.setattr(environments, "_say", lambda text: (say(text), waiting.set() if "waiting" in text else None))
+    monkeypatch.setattr(environments, "_say", say)
     found: list[Path] = []
     both = [threading.Thread(target=lambda: found.append(environments.ensure("none"))) for _ in range(2)]
     for thread in both:
