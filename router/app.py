@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -26,11 +26,15 @@ from discovery.mirror import Mirror
 from discovery.monitor import Monitor
 from discovery.registry import Registry
 from discovery.relay import Relay as KvRelay
+from router.admin import MAX_BODY_BYTES, Admin
 from router.answers import Answers
 from router.caches import Caches
+from router.census import Census
 from router.chooser import Chooser
 from router.exchange import Exchange
+from router.files import Files
 from router.fleet import Fleet
+from router.guards import Guards, read_guards
 from router.intake import Intake
 from router.load import LoadBook
 from router.membership import Membership
@@ -38,11 +42,13 @@ from router.metrics import Metrics
 from router.prompts.book import PromptBook
 from router.proxy import Proxy
 from router.readings import Readings
+from router.roster import Roster
 from router.routes import INFERENCE
 from router.scheduling.policies.kv import KvWeights
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.table import load_policy
 from router.server import Handler, Server
+from router.tracing import Trace
 from router.upstream import Timeouts
 
 if TYPE_CHECKING:
@@ -62,15 +68,25 @@ async def serve(settings: ServeSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with running(settings) as url:
-        sys.stdout.write(msgspec.json.encode({"ready": True, "url": url}).decode() + "\n")
+    async with running(settings) as listening:
+        ready = {"ready": True, **msgspec.to_builtins(listening)}
+        sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
         sys.stdout.flush()
         await stop.wait()
 
 
+class Listening(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a running router is reached."""
+
+    url: str
+    admin: str = ""
+    """The admin API's address; empty without one."""
+
+
 @contextlib.asynccontextmanager
-async def running(settings: ServeSettings) -> AsyncIterator[str]:
-    """A router that serves within the context; its URL. Raises OSError, BrokerError, BusUnreachable or PolicyNotLoaded."""
+async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
+    """A router that serves within the context. Raises OSError, BrokerError, BusUnreachable, PolicyNotLoaded or GuardsUnusable."""
+    guards = await read_guards(settings)
     weights = msgspec.convert(msgspec.structs.asdict(settings.kv), KvWeights)
     name, policy = await asyncio.to_thread(load_policy, settings.policy, weights)  # it may import a user's module
     scheduler = Scheduler(policy, name, settings.router_temperature, random.Random())
@@ -101,6 +117,7 @@ async def running(settings: ServeSettings) -> AsyncIterator[str]:
             mirror=mirror,
             prompts=prompts,
             timeouts=Timeouts(settings.connect_timeout_s, settings.response_head_timeout_s, settings.stream_idle_timeout_s),
+            pass_clients_keys=guards.door is None,
             session=session,
             group=group,
             clock=clock,
@@ -120,20 +137,49 @@ async def running(settings: ServeSettings) -> AsyncIterator[str]:
             max_body_bytes=settings.max_body_bytes,
             stall_timeout_s=settings.client_stall_timeout_s,
             grace_period_s=settings.grace_period_s,
+            door=guards.door,
         )
         metrics.read_from(Readings(fleet=fleet, caches=caches, load=load, mirror=mirror, relay=relay, bus=bus, server=server, clock=clock))
+        roster = Roster(monitor, fleet, load, clock)
+        admin = ""
+        if guards.admin_door is not None:
+            census = Census(monitor=monitor, fleet=fleet, roster=roster, caches=caches, load=load, mirror=mirror, clock=clock)
+            admins = Server(Admin(roster, census).serve, max_body_bytes=MAX_BODY_BYTES, grace_period_s=1.0, door=guards.admin_door)
+            stack.push_async_callback(admins.stop)
+            admin = await _listen(admins, settings.admin_host, settings.admin_port, guards)
+            group.create_task(admins.run(), name="admin")
         stack.push_async_callback(server.stop)
-        port = await server.listen(settings.host, settings.port)
+        url = await _listen(server, settings.host, settings.port, guards)
+        if guards.files:
+            stack.enter_context(_told_by_hangup(guards.files))
+            group.create_task(guards.files.run(), name="files")
         group.create_task(relay.run(), name="relay")
         group.create_task(mirror.run(), name="mirror")
         group.create_task(monitor.run(), name="monitor")
         group.create_task(server.run(), name="server")
-        group.create_task(_keep_house(caches, load, membership), name="housekeeping")
+        group.create_task(_keep_house(caches, load, membership, roster), name="housekeeping")
         if broker is not None:
             group.create_task(broker.run(), name="broker")
-        url = f"http://{_shown(settings.host)}:{port}"
-        event(log, logging.INFO, "serving", url=url, policy=name, engines=len(settings.engine), bus=bus.servers)
-        yield url
+        event(log, logging.INFO, "serving", url=url, admin=admin, policy=name, engines=len(settings.engine), bus=bus.servers)
+        yield Listening(url, admin)
+
+
+@contextlib.contextmanager
+def _told_by_hangup(files: Files) -> Iterator[None]:
+    """SIGHUP has all files read again."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, files.read_again)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
+async def _listen(server: Server, host: str, port: int, guards: Guards) -> str:
+    """Listen, with the certificate there is; the URL. Raises OSError."""
+    context = guards.certificate.listener
+    port = await server.listen(host, port, context)
+    return f"{'http' if context is None else 'https'}://{_shown(host)}:{port}"
 
 
 async def _started(broker: Broker | None) -> str:
@@ -144,8 +190,10 @@ async def _started(broker: Broker | None) -> str:
 
 def _dispatch(proxy: Proxy, answers: Answers) -> Handler:
     """Inference paths to the proxy, everything else to the router's own answers."""
+    bits = random.Random().getrandbits
 
     async def handle(exchange: Exchange) -> None:
+        exchange.trace = Trace(exchange.headers, bits)
         route = INFERENCE.get(exchange.path)
         if route is not None and exchange.method == route.method and exchange.upgrade == route.websocket:
             await proxy.serve(exchange)
@@ -155,7 +203,7 @@ def _dispatch(proxy: Proxy, answers: Answers) -> Handler:
     return handle
 
 
-async def _keep_house(caches: Caches, load: LoadBook, membership: Membership) -> None:
+async def _keep_house(caches: Caches, load: LoadBook, membership: Membership, roster: Roster) -> None:
     """Time-outs of engines, and memory given back, in slices that the loop does not notice."""
     while True:
         await asyncio.sleep(SWEEP_PERIOD_S)
@@ -164,6 +212,7 @@ async def _keep_house(caches: Caches, load: LoadBook, membership: Membership) ->
         caches.sweep(SWEEP_ENTRIES)
         caches.expire(clock(), SWEEP_ENTRIES)
         load.sweep(SWEEP_ENTRIES)
+        roster.sweep()
 
 
 class _Leaving(Exception):

@@ -43,6 +43,7 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_body",
         "_body_bytes",
+        "_client",
         "_deaf",
         "_early",
         "_head_bytes",
@@ -106,6 +107,7 @@ class ClientConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._url = b""
         self._headers: Headers = []
+        self._client = ""
         self._body: list[bytes] = []
         self._body_bytes = 0
 
@@ -184,7 +186,7 @@ class ClientConnection(asyncio.Protocol):
         if not self._in_head:
             return
         self._headers.append((name.lower(), value))
-        self._head_bytes += len(name) + len(value)
+        self._head_bytes += len(name) + len(value) + 4
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_long_head()
 
@@ -192,6 +194,12 @@ class ClientConnection(asyncio.Protocol):
         """The head is whole: refuse what cannot be served before its body comes, and let a waiting client go on."""
         self._in_head = False
         expects: bytes | None = None
+        door = self._server.door
+        if door is not None:
+            client = door.admit(path_of(self._url), self._headers)
+            self._client = client or ""
+            if client is None:
+                self._refuse(401, door.wanted)
         for name, value in self._headers:
             if name == b"content-length":
                 if value.isdigit() and int(value) > self._server.max_body_bytes:
@@ -225,6 +233,7 @@ class ClientConnection(asyncio.Protocol):
             self._deaf = self._upgrading = True
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         exchange = Exchange(self, method, self._url if self._url.startswith(b"/") else origin_form(self._url), self._headers, body)
+        exchange.client = self._client
         exchange.http11 = parser.get_http_version() != "1.0"
         exchange.upgrade = self._upgrading
         exchange.keep_alive = parser.should_keep_alive() and not self._upgrading
@@ -401,8 +410,9 @@ class ClientConnection(asyncio.Protocol):
         exchange = Exchange(self, "", url, [], b"")
         exchange.keep_alive = False
         self.current = exchange  # nothing else is answered here, and `sweep` leaves the connection alone
-        body = api_error(exchange.path, status, message)
-        exchange.begin(status, [(b"content-type", b"application/json")], len(body))
+        body = api_error(exchange.path, status, message, "invalid_api_key" if status == 401 else None)
+        challenge = [(b"www-authenticate", b"Bearer")] if status == 401 else []
+        exchange.begin(status, [(b"content-type", b"application/json"), *challenge], len(body))
         exchange.write(body)
         if self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
@@ -424,6 +434,11 @@ def origin_form(target: bytes) -> bytes:
         return target  # `*`, or nothing we know
     slash = rest.find(b"/")
     return rest[slash:] if slash >= 0 else b"/"
+
+
+def path_of(target: bytes) -> bytes:
+    """The path of a request target, as an `Exchange` has it."""
+    return (target if target.startswith(b"/") else origin_form(target)).partition(b"?")[0]
 
 
 def _without_offer(headers: Headers) -> list[bytes]:

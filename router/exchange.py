@@ -14,6 +14,7 @@ from router.api import api_error
 
 if TYPE_CHECKING:
     from router.clients import ClientConnection
+    from router.tracing import Trace
 
 Headers = list[tuple[bytes, bytes]]
 """Header names in lower case, with their values, in the order they came."""
@@ -44,6 +45,7 @@ class Exchange:
         "_flow",
         "_until_close",
         "body",
+        "client",
         "ended",
         "headers",
         "http11",
@@ -54,6 +56,7 @@ class Exchange:
         "started",
         "status",
         "task",
+        "trace",
         "upgrade",
     )
 
@@ -67,6 +70,9 @@ class Exchange:
         self.keep_alive = True
         self.upgrade = False
         """The client asks to go on by WebSocket; `switch` does so."""
+        self.client = ""
+        """The name of the client's API key; empty where none is asked for."""
+        self.trace: Trace | None = None
         self.status = 0
         """Status sent to the client; 0 before `begin`."""
         self.started = False
@@ -108,6 +114,8 @@ class Exchange:
         parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d Status\r\n" % status]
         for name, value in headers:
             parts += (name, b": ", value, b"\r\n")
+        if self.trace is not None:
+            parts += (b"x-request-id: ", self.trace.request_id, b"\r\n")
         if status in WITHOUT_BODY:
             self._bare = True
         elif length is not None:
@@ -160,6 +168,8 @@ class Exchange:
         parts = [STATUS_LINES[101]]
         for name, value in headers:
             parts += (name, b": ", value, b"\r\n")
+        if self.trace is not None:
+            parts += (b"x-request-id: ", self.trace.request_id, b"\r\n")
         parts.append(b"\r\n")
         self._connection.write(b"".join(parts))
         return self._connection.hand_over()

@@ -43,7 +43,9 @@ class Source(Generic[T]):
                 return
             await self.read()
         except (OSError, ValueError) as error:
-            event(log, logging.ERROR, "files could not be read again; what was read last stays in force", files=self.paths, reason=str(error))
+            event(
+                log, logging.ERROR, "files could not be read again; what was read last stays in force", files=self.paths, reason=str(error)
+            )
         else:
             event(log, logging.INFO, "files read again", files=self.paths)
 

@@ -1,7 +1,7 @@
 """What is sent to an engine: the client's request, less what must not pass, plus what only the router may say.
 
-Headers pass unless they belong to the connection, name a destination or a rank, or are the client's key where the engine has its
-own. The body passes as it is, with its length: a chunked one has been read whole.
+Headers pass unless they belong to the connection, name a destination or a rank, or are the client's key where the engine has its own
+or where the router is who checks it. What tells the request's trace is written anew (`tracing`). The body passes as it is, with its length: a chunked one has been read whole.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from engines import sglang, vllm
 from engines.types import EngineInfo, EngineKind
 from router.pool import EnginePool
 from router.relay import HOP_BY_HOP
+from router.tracing import TRACE_HEADERS
 from router.upstream import Timeouts
 
 if TYPE_CHECKING:
@@ -22,20 +23,30 @@ if TYPE_CHECKING:
 ONE_WRITE_BYTES: Final = 64 * 1024
 """Up to here, copying a body behind its head costs less than a second system call."""
 
-NOT_FORWARDED: Final = HOP_BY_HOP | {
-    b"host",
-    b"content-length",
-    b"expect",
-    b"x-data-parallel-rank",
-    b"x-data-parallel-host-port",
-    b"x-prefiller-host-port",
-    b"x-prefill-host-port",
-    b"x-worker-instance-id",
-    b"x-prefill-instance-id",
-    b"x-decode-instance-id",
-    b"x-gateway-destination-endpoint",
-    b"x-commutator-explain",
-}
+NOT_FORWARDED: Final = (
+    HOP_BY_HOP
+    | TRACE_HEADERS
+    | {
+        b"host",
+        b"content-length",
+        b"expect",
+        b"x-data-parallel-rank",
+        b"x-data-parallel-host-port",
+        b"x-prefiller-host-port",
+        b"x-prefill-host-port",
+        b"x-worker-instance-id",
+        b"x-prefill-instance-id",
+        b"x-decode-instance-id",
+        b"x-dp-rank",
+        b"x-prefill-dp-rank",
+        b"x-target-worker",
+        b"x-smg-target-worker",
+        b"x-gateway-destination-endpoint",
+        b"x-gateway-destination-endpoint-served",
+        b"x-envoy-original-dst-host",
+        b"x-commutator-explain",
+    }
+)
 """Set by the router if at all: clients choose neither engine nor rank."""
 NOT_FORWARDED_PREFIXES: Final = (b"x-override-", b"x-commutator-")
 USUAL_CONNECTION: Final = frozenset({b"keep-alive", b"close"})
@@ -45,12 +56,12 @@ ASK_FOR_WEBSOCKET: Final = b"connection: Upgrade\r\nupgrade: websocket\r\n"
 class EngineHead:
     """Builds request heads for one engine; what does not change per request is made once."""
 
-    __slots__ = ("_fixed", "_has_key")
+    __slots__ = ("_drops_key", "_fixed")
 
-    def __init__(self, host: str, port: int, api_key: str | None) -> None:
+    def __init__(self, host: str, port: int, api_key: str | None, *, pass_clients_key: bool = True) -> None:
         host = f"[{host}]" if ":" in host else host
         self._fixed = f" HTTP/1.1\r\nhost: {host}:{port}\r\n".encode("latin-1")
-        self._has_key = api_key is not None
+        self._drops_key = api_key is not None or not pass_clients_key
         if api_key is not None:
             self._fixed += b"authorization: Bearer " + api_key.encode("latin-1") + b"\r\n"
 
@@ -61,7 +72,7 @@ class EngineHead:
         for name, value in headers:
             if name in NOT_FORWARDED or name in named or name.startswith(NOT_FORWARDED_PREFIXES):
                 continue
-            if self._has_key and name in (b"authorization", b"x-api-key"):
+            if self._drops_key and name in (b"authorization", b"x-api-key"):
                 continue
             parts += (name, b": ", value, b"\r\n")
         parts.append(b"\r\n")
@@ -82,11 +93,12 @@ class Line:
 
     __slots__ = ("_head", "_rank_headers", "pool")
 
-    def __init__(self, info: EngineInfo, timeouts: Timeouts) -> None:
+    def __init__(self, info: EngineInfo, timeouts: Timeouts, *, pass_clients_key: bool = True) -> None:
+        """`pass_clients_key`: clients' keys are for engines to check, unless an engine has a key of its own."""
         url = urlsplit(info.id)
         host, port = url.hostname or "", url.port or 80
         self.pool = EnginePool(host, port, timeouts, ssl.create_default_context() if url.scheme == "https" else None)
-        self._head = EngineHead(host, port, info.spec.api_key)
+        self._head = EngineHead(host, port, info.spec.api_key, pass_clients_key=pass_clients_key)
         pin_headers = vllm.pin_headers if info.kind is EngineKind.VLLM else sglang.pin_headers
         self._rank_headers = {
             rank: b"".join(f"{name}: {value}\r\n".encode("latin-1") for name, value in pin_headers(info, rank).items())
@@ -96,8 +108,11 @@ class Line:
     def request(self, exchange: Exchange, body: bytes, rank: int) -> list[bytes]:
         """A whole request, as the pieces to write."""
         query = b"?" + exchange.query if exchange.query else b""
+        own = self._rank_headers[rank]
+        if exchange.trace is not None:
+            own += exchange.trace.lines
         if exchange.upgrade:
-            return [self._head.build(b"GET %b%b" % (exchange.path, query), exchange.headers, ASK_FOR_WEBSOCKET + self._rank_headers[rank])]
-        own = b"%bcontent-length: %d\r\n" % (self._rank_headers[rank], len(body))
+            return [self._head.build(b"GET %b%b" % (exchange.path, query), exchange.headers, ASK_FOR_WEBSOCKET + own)]
+        own += b"content-length: %d\r\n" % len(body)
         head = self._head.build(b"POST %b%b" % (exchange.path, query), exchange.headers, own)
         return [head + body] if len(body) < ONE_WRITE_BYTES else [head, body]

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 OPEN_PATHS: Final = frozenset({b"/health", b"/ready", b"/metrics"})
 """Answered without a key: whoever watches the router (a load balancer, Prometheus) is no client of its models."""
 
+CLIENTS_WANTED: Final = "an API key is needed: `Authorization: Bearer KEY` or `x-api-key: KEY`"
+ADMIN_WANTED: Final = "the admin token is needed: `Authorization: Bearer TOKEN`"
+SHORTEST_TOKEN: Final = 16
+
 _NAMED: Final = re.compile(r"(?:(?P<name>[A-Za-z0-9_.@-]{1,64}):)?(?P<key>[!-~]+)")
 _BEARER: Final = b"bearer "
 _FOUND_BY: Final = 8
@@ -43,8 +47,8 @@ class BadKeys(ValueError):
     """What was to be a list of keys is none. The message says where, and never what was written there."""
 
 
-def read_keys(lines: Iterable[str]) -> tuple[ApiKey, ...]:
-    """The keys, one to a line; empty lines and lines that begin with `#` say nothing. Raises BadKeys.
+def read_keys(lines: Iterable[str], unit: str = "line") -> tuple[ApiKey, ...]:
+    """The keys, one to a line (or to whatever `unit` is); empty ones and such as begin with `#` say nothing. Raises BadKeys.
 
     >>> [key.name for key in read_keys(["# ours", "alice:sk-1", "sk-2"])]
     ['alice', 'key-3']
@@ -55,11 +59,19 @@ def read_keys(lines: Iterable[str]) -> tuple[ApiKey, ...]:
             continue
         match = _NAMED.fullmatch(line)
         if match is None:
-            raise BadKeys(f"line {number} is neither `key` nor `name:key`; a key is made of visible ASCII characters")
+            raise BadKeys(f"{unit} {number} is neither `key` nor `name:key`; a key is made of visible ASCII characters")
         if match["key"] in found:
-            raise BadKeys(f"line {number} repeats a key")
+            raise BadKeys(f"{unit} {number} repeats a key")
         found[match["key"]] = ApiKey(match["name"] or f"key-{number}", match["key"])
     return tuple(found.values())
+
+
+def read_token(text: str) -> str:
+    """The token that a file holds. Raises BadKeys."""
+    token = text.strip()
+    if len(token) < SHORTEST_TOKEN or re.fullmatch(r"[!-~]+", token) is None:
+        raise BadKeys(f"it does not hold one token of at least {SHORTEST_TOKEN} visible ASCII characters")
+    return token
 
 
 class KeyRing:
@@ -100,3 +112,18 @@ class KeyRing:
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, digest_size=32, key=self._secret).digest()
+
+
+class Door:
+    """Who may come in, and where without a key."""
+
+    def __init__(self, ring: KeyRing, wanted: str, open_paths: frozenset[bytes] = frozenset()) -> None:
+        """`wanted` tells in words what somebody lacks who is not let in."""
+        self.wanted = wanted
+        self._ring = ring
+        self._open_paths = open_paths
+
+    def admit(self, path: bytes, headers: Headers) -> str | None:
+        """The name of whoever asks; empty where nobody needs one, None for nobody who may come in."""
+        name = self._ring.holder(headers)
+        return "" if name is None and path in self._open_paths else name

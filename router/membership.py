@@ -50,6 +50,7 @@ class Membership:
         mirror: Mirror,
         prompts: PromptBook,
         timeouts: Timeouts,
+        pass_clients_keys: bool,
         session: aiohttp.ClientSession,
         group: asyncio.TaskGroup,
         clock: Callable[[], float],
@@ -62,6 +63,7 @@ class Membership:
         self._mirror = mirror
         self._prompts = prompts
         self._timeouts = timeouts
+        self._pass_clients_keys = pass_clients_keys
         self._session = session
         self._group = group
         self._clock = clock
@@ -72,7 +74,7 @@ class Membership:
     def joined(self, info: EngineInfo) -> None:
         """Prepare everything for the engine; it serves once its tokenizer has been checked and its cache is known."""
         self._fleet.add(info)
-        self.lines[info.id] = Line(info, self._timeouts)
+        self.lines[info.id] = Line(info, self._timeouts, pass_clients_key=self._pass_clients_keys)
         for endpoint in info.endpoints:
             self._caches.add(endpoint, info.total_blocks)
         self._mirror.expect(info)

@@ -1,8 +1,8 @@
 """The life of one request, from the client's last byte to the engine's.
 
-read ──▶ decide ─ reserve ──▶ send ──▶ relay … ──▶ release
-▲                  │
-└── another engine ┘  only while no byte of an answer has reached the client, and only if `retry` allows it
+read ──▶ admit: decide ─ reserve ──▶ send ──▶ relay … ──▶ release
+▲                         │
+└───── another engine ────┘  only while no byte of an answer has reached the client, and only if `retry` allows it
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from discovery.logs import event
-from engines.errors import EngineError, EngineUnreachable
+from engines.errors import EngineConnectTimeout, EngineError, EngineTimeout, EngineUnreachable
 from router import openai
+from router.admission import Reason, Shed
+from router.gate import Visit
 from router.relay import Relay
 from router.retry import Answered, Attempt, End, Next, Verdict, judge
 from router.routes import INFERENCE
@@ -24,13 +26,19 @@ if TYPE_CHECKING:
     from router.chooser import Choice, Chooser
     from router.exchange import Exchange, Headers
     from router.forward import Line
+    from router.gate import Gate, Place
     from router.intake import Asked, Intake
-    from router.load import Reservation
     from router.metrics import Metrics
     from router.upstream import ResponseHead
 
 CLIENT_LEFT: Final = 499
 """What a request is logged as whose client left; never sent to anybody."""
+TIMEOUT_SETTINGS: Final = {
+    "connect": "connect_timeout_s",
+    "response head": "response_head_timeout_s",
+    "idle stream": "stream_idle_timeout_s",
+}
+"""The setting that each stage's time comes from."""
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +60,39 @@ class Trip:
         self.left = False
 
 
+class Tries:
+    """What has become of one request's attempts so far."""
+
+    __slots__ = ("_refused", "held", "repeats", "verdict", "without")
+
+    def __init__(self) -> None:
+        self.without: set[str] = set()
+        """Engines that are not asked again."""
+        self.repeats = 0
+        """How often it has been sent again after an engine may have seen it."""
+        self.verdict: Verdict | None = None
+        """Of the latest failure."""
+        self.held: Relay | None = None
+        """An engine's refusal, whole: the client's answer if there will be no other."""
+        self._refused: set[str] = set()
+
+    def failed(self, engine: str, attempt: Attempt, verdict: Verdict, relay: Relay | None) -> None:
+        """An attempt has failed, and others may be tried.
+
+        An engine that is full is asked once more after its pause, if it did not say how long that must be. If it did, that is meant
+        for the client.
+        """
+        self.verdict = verdict
+        if not isinstance(attempt.failure, Answered):
+            self.without.add(engine)
+            return
+        if relay is not None and relay.error is None:
+            self.held = relay
+        if engine in self._refused or attempt.failure.retry_after_s is not None:
+            self.without.add(engine)
+        self._refused.add(engine)
+
+
 class Proxy:
     """Serves inference requests."""
 
@@ -59,6 +100,7 @@ class Proxy:
         self,
         intake: Intake,
         chooser: Chooser,
+        gate: Gate,
         lines: Mapping[str, Line],
         metrics: Metrics,
         *,
@@ -68,6 +110,7 @@ class Proxy:
         """`suspect` is told the id of an engine that failed to answer."""
         self._intake = intake
         self._chooser = chooser
+        self._gate = gate
         self._lines = lines
         self._metrics = metrics
         self._suspect = suspect
@@ -93,45 +136,42 @@ class Proxy:
 
     async def _try_engines(self, exchange: Exchange, trip: Trip, asked: Asked) -> None:
         """Send to one engine after another until the client has an answer."""
-        tried: set[str] = set()
-        best: tuple[Verdict, Relay] | None = None
-        repeats = 0
+        tries = Tries()
+        visit = Visit(exchange.headers, exchange.client, trip.started)
         while True:
             try:
-                choice = trip.choice = self._chooser.decide(asked, tried)
-            except NoCandidate as error:
-                trip.failure = trip.failure or str(error)
-                self._give_up(exchange, str(error), best)
+                place = await self._gate.enter(asked, tries.without, visit)
+            except (NoCandidate, Shed) as nowhere:
+                trip.failure = trip.failure or str(nowhere)
+                self._give_up(exchange, nowhere, trip.failure, tries)
                 return
-            with self._chooser.reserve(choice) as reservation:
-                attempt = await self._send(exchange, trip, choice, reservation)
+            with place:
+                choice = trip.choice = place.choice
+                attempt = await self._send(exchange, trip, place, tries.repeats)
                 while attempt is not None and (verdict := judge(attempt)).next is Next.SAME_ENGINE:
-                    repeats += verdict.repeats
+                    tries.repeats += verdict.repeats
                     self._metrics.retried(verdict.code)
-                    attempt = await self._send(exchange, trip, choice, reservation, repeats=repeats)
+                    attempt = await self._send(exchange, trip, place, tries.repeats)
             if attempt is None:
+                self._answered(trip, choice)
                 return
-            self._hold_against(choice, verdict)
-            repeats += verdict.repeats
-            trip.failure = str(attempt.failure) if isinstance(attempt.failure, EngineError) else f"answered {verdict.status}"
+            trip.failure = self._hold_against(choice, attempt, verdict)
             if verdict.end is End.BREAK:
                 self._metrics.broke_off(verdict.code)
                 return
-            if trip.relay is not None and (best is None or verdict.end is End.ENGINE_ANSWER):
-                best = verdict, trip.relay
             if verdict.next is Next.STOP:
-                self._give_up(exchange, trip.failure, best)
+                exchange.error(verdict.status, trip.failure, verdict.code)
                 return
-            tried.add(choice.endpoint.engine)
+            tries.failed(choice.endpoint.engine, attempt, verdict, trip.relay)
             self._metrics.retried(verdict.code or str(verdict.status))
 
-    async def _send(self, exchange: Exchange, trip: Trip, choice: Choice, reservation: Reservation, *, repeats: int = 0) -> Attempt | None:
+    async def _send(self, exchange: Exchange, trip: Trip, place: Place, repeats: int) -> Attempt | None:
         """One attempt at one engine; None when the client has its whole answer, else what went wrong."""
-        sent_at = self._clock()
+        choice, sent_at = place.choice, self._clock()
 
         def first_token() -> None:
             trip.first_token_at = self._clock()
-            self._chooser.first_token(choice, reservation, sent_at)
+            self._chooser.first_token(choice, place.reservation, sent_at)
 
         trip.tries += 1
         explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []
@@ -154,28 +194,49 @@ class Proxy:
             exchange.flow = None
             if not relay.over:
                 connection.abandon()
+        if relay.head_seen is not None and not relay.accepted:  # a refusal is one even if its body breaks off
+            return Attempt(Answered(relay.head_seen.status, _retry_after(relay.head_seen)), repeats=repeats)
         if relay.error is not None:
             return Attempt(relay.error, reused=reused, client_bytes=int(exchange.started), repeats=repeats)
-        if relay.head_seen is not None and not relay.accepted:
-            return Attempt(Answered(relay.head_seen.status, _retry_after(relay.head_seen)), repeats=repeats)
         return None
 
-    def _hold_against(self, choice: Choice, verdict: Verdict) -> None:
-        """What a failed attempt means for the engine."""
-        if verdict.cool_down_s is not None:
-            choice.member.cooling_until = self._clock() + verdict.cool_down_s
-        if verdict.blames_engine:
-            choice.member.suspected = verdict.next is Next.ELSEWHERE
+    def _answered(self, trip: Trip, choice: Choice) -> None:
+        """The client has an engine's whole answer, whatever it says."""
+        trip.failure = ""
+        head = trip.relay.head_seen if trip.relay is not None else None
+        if head is not None and judge(Attempt(Answered(head.status))).blames_engine:
             self._suspect(choice.endpoint.engine)
 
-    def _give_up(self, exchange: Exchange, why: str, best: tuple[Verdict, Relay] | None) -> None:
+    def _hold_against(self, choice: Choice, attempt: Attempt, verdict: Verdict) -> str:
+        """What a failed attempt means for the engine; in words, what it was."""
+        engine = choice.endpoint.engine
+        if verdict.cool_down_s is not None:
+            self._chooser.refused(choice, verdict.cool_down_s)
+        if verdict.blames_engine:
+            line = self._lines.get(engine)
+            if verdict.next is Next.ELSEWHERE and not (line is not None and line.pool.streaming):
+                choice.member.suspected = True  # one that streams to clients is alive, whatever became of this connection
+            self._suspect(engine)
+        match attempt.failure:
+            case EngineTimeout(stage=stage) | EngineConnectTimeout(stage=stage):
+                self._metrics.timed_out(stage)
+                return f"{attempt.failure} ({TIMEOUT_SETTINGS[stage]})"
+            case EngineError() as failure:
+                return str(failure)
+            case _:
+                return f"the engine answered {verdict.status}"
+
+    def _give_up(self, exchange: Exchange, nowhere: NoCandidate | Shed, why: str, tries: Tries) -> None:
         """No engine will answer: give the client the most telling failure there was."""
-        if best is None:
-            exchange.error(503, why, "no_engine")
-        elif best[0].end is End.ENGINE_ANSWER:
-            best[1].give_held()
+        if tries.held is not None:
+            tries.held.give_held()
+        elif isinstance(nowhere, Shed):
+            status = 503 if nowhere.reason is Reason.NO_ENGINE else 429
+            exchange.error(status, str(nowhere), nowhere.reason.value, [(b"retry-after", b"%d" % nowhere.retry_after_s)])
+        elif tries.verdict is not None:
+            exchange.error(tries.verdict.status, why, tries.verdict.code)
         else:
-            exchange.error(best[0].status, f"{why}", best[0].code)
+            exchange.error(503, why, "no_engine")
 
     def _conclude(self, exchange: Exchange, trip: Trip) -> None:
         """Count and log; a client that left is 499."""
@@ -183,6 +244,10 @@ class Proxy:
         status = CLIENT_LEFT if trip.left else exchange.status
         self._metrics.ended(exchange.path, status, now - trip.started)
         fields: dict[str, object] = {"path": exchange.path.decode("latin-1"), "status": status, "duration_s": round(now - trip.started, 6)}
+        if exchange.trace is not None:
+            fields |= exchange.trace.fields
+        if exchange.client:
+            fields["client"] = exchange.client
         if trip.asked is not None:
             fields |= {"model": trip.asked.request.model, "prompt_tokens": trip.asked.request.prompt_tokens}
         if trip.choice is not None:

@@ -24,6 +24,7 @@ import msgspec
 from router.api import error_event
 from router.retry import Attempt, judge
 from router.sse import Scanner, Usage
+from router.tracing import REQUEST_ID
 from router.tunnel import Tunnel
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     }
 )
+NOT_PASSED_BACK: Final = HOP_BY_HOP | {REQUEST_ID}
+"""The request's id is given by the router, whatever the engine calls it."""
 _OF_THE_BODY: Final = frozenset({b"content-type", b"content-length", b"content-encoding", b"content-language", b"etag", b"last-modified"})
 _TAG: Final = re.compile(r"<[^>]*>")
 
@@ -141,7 +144,7 @@ class Relay:
         if self.head_seen is None or not self.exchange.upgrade:
             return False
         self.accepted = True
-        headers = [(name, value) for name, value in self.head_seen.headers if name == b"upgrade" or name not in HOP_BY_HOP]
+        headers = [(name, value) for name, value in self.head_seen.headers if name == b"upgrade" or name not in NOT_PASSED_BACK]
         client = self.exchange.switch([*headers, (b"connection", b"Upgrade"), *self._extra_headers])
         Tunnel(client, transport, first, self._tunnel_ended)
         self._first_token()
@@ -161,7 +164,7 @@ class Relay:
             self.exchange.write(body)
             self.exchange.end()
             return
-        kept = [(name, value) for name, value in head.headers if name not in _OF_THE_BODY and name not in HOP_BY_HOP]
+        kept = [(name, value) for name, value in head.headers if name not in _OF_THE_BODY and name not in NOT_PASSED_BACK]
         self.exchange.error(head.status, f"the engine answered {head.status}{_quoted(body, head)}", headers=kept + self._extra_headers)
 
     @property
@@ -196,7 +199,7 @@ class Relay:
             elif name == b"content-type":
                 self._streamed = value[:17].lower() == b"text/event-stream"
                 headers.append((name, value))
-            elif name not in HOP_BY_HOP:
+            elif name not in NOT_PASSED_BACK:
                 encoded = encoded or name == b"content-encoding"
                 headers.append((name, value))
         headers += self._extra_headers

@@ -19,6 +19,8 @@ from router.sockets import CLIENT_PROBES, watch_for_dead_peer
 if TYPE_CHECKING:
     import ssl
 
+    from router.keys import Door
+
 SWEEP_PERIOD_S: Final = 1.0
 
 log = logging.getLogger(__name__)
@@ -40,10 +42,12 @@ class Server:
         keep_alive_s: float = 75.0,
         stall_timeout_s: float = 300.0,
         grace_period_s: float = 30.0,
+        door: Door | None = None,
     ) -> None:
-        """`stall_timeout_s`: how long a client may take nothing of what is there for it."""
+        """`stall_timeout_s`: how long a client may take nothing of what is there for it. `door` None: everybody may come in."""
         self.loop = asyncio.get_running_loop()
         self.max_body_bytes = max_body_bytes
+        self.door = door
         self.connections: set[ClientConnection] = set()
         self.stopping = False
         self.refusals: dict[int, int] = {}

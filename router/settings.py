@@ -16,6 +16,7 @@ from msgspec import Meta
 from discovery.config import Complaint
 from discovery.logs import LogFormat, LogLevel
 from engines.types import EngineSpec
+from router.keys import BadKeys, read_keys
 
 CACHE_BLIND = frozenset({"round-robin", "random", "least-loaded", "power-of-two", "session"})
 """Policies of ours that never look at the cache, so that nothing about prompts or blocks has an effect with them."""
@@ -48,6 +49,35 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ()
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "0.0.0.0"  # noqa: S104  a router is there to be reached
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")] = 8080
+    api_key: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="A key that clients must give, `KEY` or `NAME:KEY`. Repeatable. Without any, nobody is asked. "
+            "Rather than on a command line, which others can see, give keys in the environment or in `api_keys_file`.",
+            extra={"secret": True},
+        ),
+    ] = ()
+    api_keys_file: Annotated[
+        str | None, Meta(min_length=1, description="File of such keys, one to a line; read again when it changes, and on SIGHUP.")
+    ] = None
+    tls_cert: Annotated[
+        str | None,
+        Meta(min_length=1, description="PEM file of the certificate and its chain to serve HTTPS with; read again when it changes."),
+    ] = None
+    tls_key: Annotated[str | None, Meta(min_length=1, description="PEM file of its key, where that is not in `tls_cert` too.")] = None
+    admin_token: Annotated[
+        str | None,
+        Meta(
+            pattern=r"^[!-~]{16,}$",
+            description="Opens the admin API, and is what its callers must give. Better in the environment or in `admin_token_file`.",
+            extra={"secret": True},
+        ),
+    ] = None
+    admin_token_file: Annotated[
+        str | None, Meta(min_length=1, description="File that holds the admin token; read again when it changes, and on SIGHUP.")
+    ] = None
+    admin_host: Annotated[str, Meta(min_length=1, description="Address that the admin API listens on.")] = "127.0.0.1"
+    admin_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the admin API; 0 takes a free one and prints it.")] = 8081
     nats: Annotated[
         str | None, Meta(description="NATS server to use, `nats://host:4222`. A private one is started when this is not given.")
     ] = None
@@ -95,19 +125,41 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self, given: frozenset[str]) -> Iterator[Complaint]:
         """What is wrong in combination; `given` holds the keys that somebody set."""
-        if not self.engine:
+        if not self.engine and not self.has_admin:
             yield Complaint("engine", "no engine is named; name at least one: --engine http://HOST:PORT")
         for url, count in Counter(spec.url for spec in self.engine).items():
             if count > 1:
                 yield Complaint("engine", f"{url} is named {count} times")
         if self.nats is not None and not self.nats.startswith(("nats://", "tls://", "ws://", "wss://")):
             yield Complaint("nats", f"{self.nats!r} has no scheme; write nats://HOST:PORT")
+        try:
+            read_keys(self.api_key, "item")
+        except BadKeys as error:
+            yield Complaint("api_key", str(error))
+        if self.admin_token is not None and self.admin_token_file is not None:
+            yield Complaint("admin_token_file", "`admin_token` is given too; there is one admin token")
+        if self.has_admin and self.admin_port == self.port != 0:
+            yield Complaint("admin_port", f"{self.admin_port} is `port` too; the admin API has a port of its own")
         yield from self._without_effect(given)
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is an admin API: only where somebody has given a token for it."""
+        return self.admin_token is not None or self.admin_token_file is not None
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether clients must give a key."""
+        return bool(self.api_key) or self.api_keys_file is not None
 
     def _without_effect(self, given: frozenset[str]) -> Iterator[Complaint]:
         for key in sorted(given):
             if key.startswith("kv.") and self.policy != "kv":
                 yield Complaint(key, f"has no effect with policy {self.policy!r}; only 'kv' reads it")
+            elif key in ("admin_host", "admin_port") and not self.has_admin:
+                yield Complaint(key, "has no effect without admin_token or admin_token_file: there is no admin API then")
+            elif key == "tls_key" and self.tls_cert is None:
+                yield Complaint(key, "has no effect without tls_cert")
             elif key in ("predicted_ttl_s", "tokenizer") and self.policy in CACHE_BLIND:
                 yield Complaint(key, f"has no effect with policy {self.policy!r}, which does not look at the cache")
             elif key == "session_header" and self.policy in CACHE_BLIND - {"session"} | {"kv"}:

@@ -36,12 +36,16 @@ class Certificate:
 def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
     """A context for a listener, from a PEM file with the certificate and its chain, and one with the key (None: it is in the same file).
 
-    Raises OSError (ssl.SSLError among it) or ValueError. Blocks.
+    Raises OSError or ValueError. Blocks.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    context.load_cert_chain(certificate, key, password=_no_password)
+    try:
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except ssl.SSLError as error:
+        files = f"{certificate} does" if key is None else f"{certificate} and {key} do"
+        raise ValueError(f"{files} not hold a certificate and its key ({error.reason or error})") from None
     return context
 
 

@@ -58,8 +58,9 @@ class Answer(msgspec.Struct, frozen=True):
 class Router:
     """A client of the router under test."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, admin: str = "") -> None:
         self.url = url
+        self.admin = admin
         self.session = session
 
     async def request(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Answer:
@@ -133,10 +134,10 @@ async def routing(
     """A router in front of `engines`, once `wait_for` of them (all, unless said otherwise) take requests."""
     settings = ServeSettings(engine=tuple(specs_of(engines)), host="127.0.0.1", port=0, probe_period_s=0.2, probe_timeout_s=1.0)
     async with (
-        running(msgspec.structs.replace(settings, **changed)) as url,
+        running(msgspec.structs.replace(settings, **changed)) as listening,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60), auto_decompress=False) as session,
     ):
-        router = Router(url, session)
+        router = Router(listening.url, session, listening.admin)
         expected = len(engines) if wait_for is None else wait_for
 
         async def all_serve() -> bool:
