@@ -196,10 +196,7 @@ class PrefixIndex:
                 stop = start + length
                 if not entry.mask & bit:
                     added += length
-                    if length == len(entry.keys):
-                        entry.mask |= bit
-                    else:
-                        self._cut(entry, offset, length, entry.mask | bit)
+                    self._cut(entry, offset, length, entry.mask | bit)
             else:
                 while stop < end and table.get(keys[stop]) == entry:
                     stop += 1
@@ -209,11 +206,11 @@ class PrefixIndex:
         self._sizes[slot] = held + added
         return added
 
-    def remove(self, slot: int, keys: Iterable[int]) -> int:
+    def remove(self, slot: int, keys: Sequence[int]) -> int:
         """`slot` no longer holds `keys`; how many of them it did hold. Unknown keys are ignored.
 
-        Raises KeyError when `slot` is not in use. Runtime complexity: O(len(keys)), cheapest from the tail of a chain; a key
-        in the middle of a run splits it, O(`_RUN_MAX`).
+        Raises KeyError when `slot` is not in use. Runtime complexity: O(len(keys)), fastest in chain order, whole runs at once, or
+        one by one from the tail; a key out of the middle of a run splits it, O(`_RUN_MAX`).
 
         >>> index = PrefixIndex()
         >>> slot = index.add_slot()
@@ -223,27 +220,31 @@ class PrefixIndex:
         (1, {0: 2})
         """
         held = self._sizes[slot]
+        keys = _as_list(keys)
         bit = 1 << slot
         table = self._table
         removed = 0
-        for key in keys:
+        start, end = 0, len(keys)
+        while start < end:
+            key = keys[start]
             entry = table.get(key)
-            if entry is None:
-                continue
-            mask = entry.mask if isinstance(entry, _Run) else entry
-            if not mask & bit:
-                continue
-            removed += 1
-            rest = mask ^ bit
-            if isinstance(entry, _Run):
-                if entry.keys[-1] != key:
-                    self._cut(entry, entry.offset(key), 1, rest)
-                    continue
-                entry.keys.pop()
-            if rest:
-                table[key] = rest
-            else:
-                del table[key]
+            mask = entry.mask if isinstance(entry, _Run) else entry or 0
+            length = 1
+            if mask & bit:
+                rest = mask ^ bit
+                if isinstance(entry, _Run) and entry.keys[-1] != key:
+                    offset = entry.offset(key)
+                    length = _common(entry.keys, offset, keys, start)
+                    self._cut(entry, offset, length, rest)
+                else:
+                    if isinstance(entry, _Run):
+                        entry.keys.pop()
+                    if rest:
+                        table[key] = rest
+                    else:
+                        del table[key]
+                removed += length
+            start += length
         self._sizes[slot] = held - removed
         return removed
 
@@ -365,13 +366,17 @@ class PrefixIndex:
     def _cut(self, run: _Run, offset: int, length: int, mask: int) -> None:
         """Take `length` keys from `offset` on out of `run` and give them `mask`, or forget them when it is 0."""
         keys = run.keys
+        if mask and length == len(keys):
+            run.mask = mask
+            return
         part = keys[offset : offset + length]
         if offset == 0:
             del keys[:length]
         else:
             rest = keys[offset + length :]
             del keys[offset:]
-            self._place(rest, run.mask)
+            if rest:
+                self._place(rest, run.mask)
         if mask:
             self._place(part, mask)
         else:

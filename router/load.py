@@ -35,14 +35,14 @@ class _Report(NamedTuple):
 class _Account:
     """What is in flight on one endpoint."""
 
-    __slots__ = ("blocks", "forgotten", "last_assigned", "prefill_tokens", "report", "requests", "slot")
+    __slots__ = ("forgotten", "last_assigned", "prefill_tokens", "report", "requests", "shared", "slot")
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
         self.requests = 0
         self.prefill_tokens = 0
-        self.blocks: Counter[int] = Counter()
-        """Key → how many requests in flight hold it."""
+        self.shared: Counter[int] = Counter()
+        """Key → how many requests in flight hold it besides the first. A prefix of each request's keys is in here."""
         self.last_assigned = 0
         self.report: _Report | None = None
         self.forgotten = False
@@ -103,8 +103,10 @@ class LoadBook:
         self._assigned = 0
 
     def reserve(self, endpoint: Endpoint, keys: Sequence[int], uncached_tokens: int) -> Reservation:
-        """Count a request on `endpoint`: its full blocks `keys`, from the root, and the prompt tokens it has to compute.
+        """Count a request on `endpoint`: its full blocks `keys`, a chain from the root, and the prompt tokens it has to compute.
 
+        A prefix that another request in flight there is computing already is not for this one to compute: leave it out of
+        `uncached_tokens`, or a burst of equal prompts is counted as if each were computed.
         Runtime complexity: O(len(keys)).
 
         >>> book = LoadBook()
@@ -121,10 +123,9 @@ class LoadBook:
         account.requests += 1
         account.prefill_tokens += uncached_tokens
         held = list(keys)
-        known = len(account.blocks)
-        account.blocks.update(held)
-        if len(account.blocks) != known:
-            self._index.store(account.slot, held)
+        known = self._index.extent(account.slot, held, 0)
+        account.shared.update(held[:known])
+        self._index.store(account.slot, held[known:])
         return Reservation(self, account, held, uncached_tokens)
 
     def in_flight(self, keys: Sequence[int]) -> dict[Endpoint, int]:
@@ -150,16 +151,25 @@ class LoadBook:
             return Load()
         report = account.report
         if report is None or now - report.at > self._report_fresh_s:
-            return Load(account.requests, account.prefill_tokens, len(account.blocks), account.last_assigned)
+            return Load(account.requests, account.prefill_tokens, self._index.size(account.slot), account.last_assigned)
         return Load(
             account.requests,
             account.prefill_tokens,
-            len(account.blocks),
+            self._index.size(account.slot),
             account.last_assigned,
             report.running,
             report.waiting,
             report.kv_usage,
         )
+
+    def active_requests(self, endpoint: Endpoint) -> int:
+        """How many requests `endpoint` has in flight. Runtime complexity: O(1).
+
+        >>> LoadBook().active_requests(Endpoint("http://a:8000"))
+        0
+        """
+        account = self._accounts.get(endpoint)
+        return 0 if account is None else account.requests
 
     def report(self, endpoint: Endpoint, running: int | None, waiting: int | None, kv_usage: float | None, now: float) -> None:
         """What the engine says of itself, at `now` in monotonic seconds. Runtime complexity: O(1).
@@ -207,20 +217,21 @@ class LoadBook:
         return account
 
     def _let_go(self, account: _Account, keys: list[int]) -> None:
-        """A request no longer holds `keys`; those that no other holds leave the index, tail first."""
+        """A request no longer holds `keys`: those that it shares lose a holder, the others leave the index."""
         if account.forgotten:
             return
-        blocks = account.blocks
-        gone = []
-        for key in reversed(keys):
-            count = blocks[key]
-            if count == 1:
-                del blocks[key]
-                gone.append(key)
+        shared = account.shared
+        depth = 0
+        for key in keys:
+            holders = shared.get(key)
+            if holders is None:
+                break
+            if holders == 1:
+                del shared[key]
             else:
-                blocks[key] = count - 1
-        if gone:
-            self._index.remove(account.slot, gone)
+                shared[key] = holders - 1
+            depth += 1
+        self._index.remove(account.slot, keys[depth:])
 
     def _check(self) -> None:
         """Raise AssertionError unless all invariants hold. Runtime complexity: O(everything)."""
@@ -231,8 +242,8 @@ class LoadBook:
             assert not account.forgotten
             assert account.requests >= 0
             assert account.prefill_tokens >= 0
-            assert account.requests > 0 or (account.prefill_tokens == 0 and not account.blocks), "counts left behind"
-            assert all(count > 0 for count in account.blocks.values())
-            assert self._index.size(account.slot) == len(account.blocks)
-            assert all(self._index.extent(account.slot, [key], 0) for key in account.blocks)
+            assert account.requests > 1 or not account.shared, "a block shared by nobody"
+            assert account.requests > 0 or (account.prefill_tokens == 0 and not self._index.size(account.slot)), "counts left behind"
+            assert all(0 < holders < account.requests for holders in account.shared.values())
+            assert all(self._index.extent(account.slot, [key], 0) for key in account.shared)
             assert 0 <= account.last_assigned <= self._assigned

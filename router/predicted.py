@@ -79,13 +79,13 @@ class PredictedBlocks:
             return
         over = len(expiries) - capacity
         if over > 0:
-            self._index.remove(slot, [expiries.popitem(last=False)[0] for _ in range(over)])
+            self._drop(slot, [expiries.popitem(last=False)[0] for _ in range(over)])
         self._index.store(slot, kept)
 
     def clear(self, slot: int) -> None:
         """The cache of `slot` is known to be empty. Runtime complexity: O(blocks it held)."""
         expiries = self._memories[slot].expiries
-        self._index.remove(slot, expiries)
+        self._index.remove(slot, list(expiries))
         expiries.clear()
 
     def expire(self, now: float, limit: int | None = None) -> int:
@@ -100,7 +100,7 @@ class PredictedBlocks:
                 gone.append(expiries.popitem(last=False)[0])
                 given_up += 1
             if gone:
-                self._index.remove(slot, gone)
+                self._drop(slot, gone)
         return given_up
 
     def match(self, keys: Sequence[int], within: int = -1) -> dict[int, int]:
@@ -122,6 +122,11 @@ class PredictedBlocks:
     def memory_bytes(self) -> int:
         """About how much memory this takes: the index, and 150 bytes a block for its place in the order of use."""
         return self._index.memory_bytes() + 150 * sum(len(memory.expiries) for memory in self._memories.values())
+
+    def _drop(self, slot: int, keys: list[int]) -> None:
+        """Take keys that are in order of use, tails before heads, out of the index: fastest in the order of their chains."""
+        keys.reverse()
+        self._index.remove(slot, keys)
 
     def _check(self) -> None:
         """Raise AssertionError unless all invariants hold. Runtime complexity: O(everything)."""

@@ -13,8 +13,12 @@ TOTAL_BLOCKS = 15
 TTL_S = 50.0
 endpoints = st.sampled_from(ENDPOINTS)
 tiers = st.sampled_from(list(Tier))
-stretches = st.builds(lambda start, length: list(range(start, min(30, start + length))), st.integers(0, 29), st.integers(0, 30))
-prompts = st.builds(lambda length, tail: [*range(length), *tail], st.integers(0, 30), st.sampled_from([[], [100], [200, 201]]))
+heads = st.one_of(st.just(0), st.integers(0, 29))
+families = st.sampled_from([0, 100])
+stretches = st.builds(
+    lambda family, start, length: [family + key for key in range(start, min(30, start + length))], families, heads, st.integers(1, 30)
+)
+prompts = st.builds(lambda family, length: list(range(family, family + length)), families, st.integers(1, 30))
 
 
 def run(keys: list[int], held: set[int], start: int = 0) -> int:
@@ -32,6 +36,8 @@ class Machine(RuleBasedStateMachine):
         self.predicted: dict[Endpoint, dict[int, float]] = {}
         self.ignored = 0
         self.now = 0.0
+        for endpoint in ENDPOINTS[:2]:
+            self.add(endpoint)
 
     @rule(endpoint=endpoints)
     def add(self, endpoint: Endpoint) -> None:
@@ -60,6 +66,12 @@ class Machine(RuleBasedStateMachine):
             self.held[endpoint][tier] -= set(keys)
         else:
             self.ignored += 1
+
+    @rule(endpoint=endpoints, keys=stretches, cuts=st.tuples(st.integers(0, 10), st.integers(0, 10)))
+    def store_across_tiers(self, endpoint: Endpoint, keys: list[int], cuts: tuple[int, int]) -> None:
+        device, host = cuts
+        for tier, part in zip(Tier, (keys[:device], keys[device : device + host], keys[device + host :]), strict=True):
+            self.store(endpoint, tier, part)
 
     @rule(endpoint=endpoints, restart=st.booleans())
     def clear(self, endpoint: Endpoint, restart: bool) -> None:

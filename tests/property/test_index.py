@@ -12,11 +12,13 @@ LONGEST = 300
 chains = st.builds(
     lambda family, start, length: [family * 1000 + depth for depth in range(start, min(LONGEST, start + length))],
     st.integers(0, FAMILIES - 1),
-    st.one_of(st.just(0), st.integers(0, LONGEST)),
-    st.integers(0, LONGEST),
+    st.one_of(st.just(0), st.integers(0, LONGEST - 1)),
+    st.integers(1, LONGEST),
 )
 """Stretches of a few chains, so that stores overlap, split and join one another's runs, and cross the bound of a run."""
-jumbles = st.lists(st.integers(0, FAMILIES - 1).flatmap(lambda family: st.integers(family * 1000, family * 1000 + 12)), max_size=12)
+jumbles = st.lists(
+    st.integers(0, FAMILIES - 1).flatmap(lambda family: st.integers(family * 1000, family * 1000 + 12)), min_size=1, max_size=12
+)
 """Any order, repeats included: nothing about a caller is trusted."""
 some_keys = st.one_of(chains, jumbles, chains.map(lambda keys: keys[::-1]), chains.map(lambda keys: keys[::2]))
 
@@ -44,7 +46,7 @@ class Machine(RuleBasedStateMachine):
         return sorted(self.held)[choice % len(self.held)]
 
     @precondition(lambda self: len(self.held) < 70)
-    @rule(count=st.integers(1, 40))
+    @rule(count=st.sampled_from([1, 1, 1, 2, 40]))
     def add(self, count: int) -> None:
         for _ in range(count):  # that a number is not used again before its sweep has ended, `_check` sees: its bits would count
             slot = self.index.add_slot()
@@ -83,7 +85,17 @@ class Machine(RuleBasedStateMachine):
         assert self.index.remove(slot, keys) == len(self.held[slot] & set(keys))
         self.held[slot] -= set(keys)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: any(self.held.values()))
+    @rule(choice=st.integers(0), blocks=st.integers(1, LONGEST), tail_first=st.booleans(), one_by_one=st.booleans())
+    def evict(self, choice: int, blocks: int, tail_first: bool, one_by_one: bool) -> None:
+        holders = sorted(slot for slot, held in self.held.items() if held)
+        slot = holders[choice % len(holders)]
+        gone = sorted(self.held[slot], reverse=tail_first)[:blocks]
+        for keys in [[key] for key in gone] if one_by_one else [gone]:
+            assert self.index.remove(slot, keys) == len(keys)
+        self.held[slot] -= set(gone)
+
+    @precondition(lambda self: len(self.held) > 1)
     @rule(choice=st.integers(0))
     def drop(self, choice: int) -> None:
         slot = self.pick(choice)

@@ -110,7 +110,7 @@ def test_M2_twenty_thousand_requests_of_which_a_third_fail_leave_nothing_behind(
     book = LoadBook()
     held = []
     for number in range(20_000):
-        reservation = book.reserve((A, B)[number % 2], chain(0, 5) + chain(number, 3), 100)
+        reservation = book.reserve((A, B)[number % 2], chain(0, 5) + chain(1 + number, 3), 100)
         if number % 3:
             reservation.first_token()
         held.append(reservation)
