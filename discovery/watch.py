@@ -29,8 +29,6 @@ FIRST_DELAY_S = 0.25
 FAILURES_TO_LEAVE = 2
 MIN_APART_S = 0.1
 """However many requests suspect an engine, its checks start at least so far apart."""
-_OUR_OWN = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Why a connection cannot be made that say nothing of the engine: this process is short of something."""
 _MAX_REASONS = 16
 
 _log = logging.getLogger(__name__)
@@ -144,8 +142,8 @@ class Watch:
         except EngineUnreachable as error:
             if error.number == errno.ECONNREFUSED:
                 return str(error)
-            failure = None if error.number in _OUR_OWN else str(error)
-            if failure is None:
+            failure = str(error)
+            if error.ours:
                 event(_log, logging.ERROR, "engine could not be checked", engine=info.id, reason=str(error))
                 return None
         except EngineTimeout as error:

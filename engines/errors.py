@@ -5,6 +5,11 @@ Foreign exceptions (sockets, aiohttp, ZMQ) are mapped to these once, at the edge
 
 from __future__ import annotations
 
+import errno
+
+OUR_OWN = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Why a connection cannot be made that say nothing of the engine: this process is short of something."""
+
 
 class EngineError(Exception):
     """Anything an engine did, or failed to do."""
@@ -17,6 +22,20 @@ class EngineUnreachable(EngineError):
         super().__init__(message)
         self.number = number
         """The `errno`, where there was one: `ECONNREFUSED` says for certain that nobody listens, `EMFILE` only something about us."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether this process is at fault and not the engine."""
+        return self.number in OUR_OWN
+
+
+class EngineConnectTimeout(EngineUnreachable):
+    """No connection within the time allowed."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"connect timed out after {timeout_s:g} s")
+        self.stage = "connect"
+        self.timeout_s = timeout_s
 
 
 class EngineClosed(EngineError):

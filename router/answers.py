@@ -87,7 +87,7 @@ class Answers:
     async def ready(self, exchange: Exchange) -> None:
         """Which models have an engine. 503 when none has, or, with `?model=M`, when M has none."""
         wanted = parse_qs(exchange.query.decode("latin-1")).get("model")
-        models = {model: self._fleet.takers(model) for model in self._fleet.model_ids}
+        models = {model: self._fleet.takers(model) for model in self._fleet.model_ids} | dict.fromkeys(self._fleet.lost_models(), 0)
         ready = self._accepting() and (all(models.get(model) for model in wanted) if wanted else any(models.values()))
         waiting = [member.info.id for member in self._fleet.members.values() if not member.serving]
         body = {"ready": ready, "models": models, "joining": waiting}

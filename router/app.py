@@ -27,6 +27,7 @@ from discovery.monitor import Monitor
 from discovery.registry import Registry
 from discovery.relay import Relay as KvRelay
 from router.admin import MAX_BODY_BYTES, Admin
+from router.admission import QueueLimits
 from router.answers import Answers
 from router.caches import Caches
 from router.census import Census
@@ -34,6 +35,7 @@ from router.chooser import Chooser
 from router.exchange import Exchange
 from router.files import Files
 from router.fleet import Fleet
+from router.gate import Gate, HeaderNames
 from router.guards import Guards, read_guards
 from router.intake import Intake
 from router.load import LoadBook
@@ -52,7 +54,7 @@ from router.tracing import Trace
 from router.upstream import Timeouts
 
 if TYPE_CHECKING:
-    from router.settings import ServeSettings
+    from router.settings import AdmissionSettings, ServeSettings
 
 SWEEP_PERIOD_S = 0.25
 SWEEP_ENTRIES = 20_000
@@ -100,7 +102,7 @@ async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
         session = await stack.enter_async_context(_control_session())
         context = stack.enter_context(zmq.asyncio.Context())
 
-        fleet, metrics = Fleet(), Metrics()
+        fleet, metrics = Fleet(settings.admission.max_active_requests), Metrics()
         caches, load = Caches(predicted_ttl_s=settings.predicted_ttl_s), LoadBook()
         mirror = Mirror(bus, settings.namespace, caches, blind_after_s=settings.blind_after_s)
         relay = KvRelay(bus, settings.namespace, context)
@@ -130,7 +132,8 @@ async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
             probe_period_s=settings.probe_period_s,
             probe_timeout_s=settings.probe_timeout_s,
         )
-        proxy = Proxy(intake, chooser, membership.lines, metrics, suspect=monitor.suspect, clock=clock)
+        gate = _gate(settings.admission, chooser, metrics)
+        proxy = Proxy(intake, chooser, gate, membership.lines, metrics, suspect=monitor.suspect, clock=clock)
         answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: not server.stopping)
         server = Server(
             _dispatch(proxy, answers),
@@ -139,7 +142,9 @@ async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
             grace_period_s=settings.grace_period_s,
             door=guards.door,
         )
-        metrics.read_from(Readings(fleet=fleet, caches=caches, load=load, mirror=mirror, relay=relay, bus=bus, server=server, clock=clock))
+        metrics.read_from(
+            Readings(fleet=fleet, caches=caches, load=load, mirror=mirror, relay=relay, bus=bus, server=server, gate=gate, clock=clock)
+        )
         roster = Roster(monitor, fleet, load, clock)
         admin = ""
         if guards.admin_door is not None:
@@ -153,11 +158,9 @@ async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
         if guards.files:
             stack.enter_context(_told_by_hangup(guards.files))
             group.create_task(guards.files.run(), name="files")
-        group.create_task(relay.run(), name="relay")
-        group.create_task(mirror.run(), name="mirror")
-        group.create_task(monitor.run(), name="monitor")
-        group.create_task(server.run(), name="server")
-        group.create_task(_keep_house(caches, load, membership, roster), name="housekeeping")
+        for part in (relay, mirror, monitor, server, gate):
+            group.create_task(part.run(), name=type(part).__name__.lower())
+        group.create_task(_keep_house(caches, load, membership, roster, gate), name="housekeeping")
         if broker is not None:
             group.create_task(broker.run(), name="broker")
         event(log, logging.INFO, "serving", url=url, admin=admin, policy=name, engines=len(settings.engine), bus=bus.servers)
@@ -182,6 +185,16 @@ async def _listen(server: Server, host: str, port: int, guards: Guards) -> str:
     return f"{'http' if context is None else 'https'}://{_shown(host)}:{port}"
 
 
+def _gate(settings: AdmissionSettings, chooser: Chooser, metrics: Metrics) -> Gate:
+    names = HeaderNames(
+        tenant=settings.tenant_header.lower().encode() if settings.tenant_header is not None else None,
+        priority=settings.priority_header.lower().encode(),
+        deadline=settings.deadline_header.lower().encode(),
+    )
+    limits = QueueLimits(settings.max_waiting, settings.max_wait_s)
+    return Gate(chooser, limits, names, waited=metrics.waited, clock=clock)
+
+
 async def _started(broker: Broker | None) -> str:
     if broker is None:
         raise AssertionError
@@ -203,16 +216,16 @@ def _dispatch(proxy: Proxy, answers: Answers) -> Handler:
     return handle
 
 
-async def _keep_house(caches: Caches, load: LoadBook, membership: Membership, roster: Roster) -> None:
+async def _keep_house(caches: Caches, load: LoadBook, membership: Membership, roster: Roster, gate: Gate) -> None:
     """Time-outs of engines, and memory given back, in slices that the loop does not notice."""
     while True:
         await asyncio.sleep(SWEEP_PERIOD_S)
-        for line in membership.lines.values():
-            line.pool.sweep(clock())
+        membership.sweep()
         caches.sweep(SWEEP_ENTRIES)
         caches.expire(clock(), SWEEP_ENTRIES)
         load.sweep(SWEEP_ENTRIES)
         roster.sweep()
+        gate.sweep()
 
 
 class _Leaving(Exception):

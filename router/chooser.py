@@ -17,7 +17,7 @@ from router.fleet import Fleet, Member
 from router.intake import Asked
 from router.load import LoadBook, Reservation
 from router.scheduling.scheduler import Scheduler
-from router.scheduling.types import Candidate, Decision, Overlap
+from router.scheduling.types import Candidate, Decision, Overlap, Rejection
 
 NOTHING: Final = Overlap()
 ASSUMED_BLOCK_SIZE: Final = 16
@@ -97,8 +97,8 @@ class Chooser:
     def decide(self, asked: Asked, tried: set[str]) -> Choice:
         """Choose an endpoint among engines not in `tried`. Raises NoCandidate when none is left, PolicyError when the policy fails."""
         now = self._clock()
-        members, rejected = self._fleet.eligible(asked.members, tried, now)
-        seen = [self._see(member, endpoint, asked, now) for member in members for endpoint in member.endpoints]
+        able, rejected = self._able(asked, tried, now)
+        seen = [self._see(member, endpoint, asked, now) for member, endpoint in able]
         overlaps, in_flight = self._match(asked, seen)
         candidates = [
             Candidate(
@@ -120,6 +120,28 @@ class Chooser:
         """Count the request on its endpoint, until the reservation is released."""
         return self._load.reserve(choice.endpoint, choice.keys, choice.uncached_tokens)
 
+    def rejections(self, asked: Asked, tried: set[str]) -> list[tuple[Endpoint, Rejection]] | None:
+        """Why no endpoint can take the request now, or None when one can."""
+        able, rejected = self._able(asked, tried, self._clock())
+        return None if able else rejected
+
+    def cooled_in(self, asked: Asked, tried: set[str]) -> float | None:
+        """Seconds until the first engine that is being left alone may be asked again; None when there is none."""
+        now = self._clock()
+        cooling = [
+            member.cooling_until - now for member in self._members(asked) if member.info.id not in tried and member.cooling_until > now
+        ]
+        return min(cooling, default=None)
+
+    def serves(self, model: str) -> bool:
+        """Whether there is an engine that serves the model."""
+        return bool(self._fleet.of_model(model))
+
+    def refused(self, choice: Choice, cool_down_s: float) -> None:
+        """The engine has answered that it is full: it is left alone for a while, and then begins with what it could carry."""
+        now = self._clock()
+        choice.member.refused(now, cool_down_s, self._load.active_requests(choice.endpoint))
+
     def first_token(self, choice: Choice, reservation: Reservation, sent_at: float) -> None:
         """The prompt has been computed: it is in the endpoint's cache now, and events should say so."""
         now = self._clock()
@@ -127,6 +149,23 @@ class Chooser:
         if choice.keys:
             self._caches.sent(choice.endpoint, choice.keys, now)
             self._signals.served(choice.endpoint, now, choice.new_blocks, sent_at=sent_at)
+
+    def _members(self, asked: Asked) -> list[Member]:
+        """Engines for the request as they are now: some may have left since it was read, others joined."""
+        return self._fleet.able(asked.request.model, asked.route.engines)
+
+    def _able(self, asked: Asked, tried: set[str], now: float) -> tuple[list[tuple[Member, Endpoint]], list[tuple[Endpoint, Rejection]]]:
+        """Endpoints that may be chosen, and the others with the reason."""
+        members, rejected = self._fleet.eligible(self._members(asked), tried, now)
+        able = []
+        for member in members:
+            room = member.room(now, self._fleet.max_active_requests)
+            for endpoint in member.endpoints:
+                if self._load.active_requests(endpoint) < room:
+                    able.append((member, endpoint))
+                else:
+                    rejected.append((endpoint, Rejection.SATURATED))
+        return able, rejected
 
     def _see(self, member: Member, endpoint: Endpoint, asked: Asked, now: float) -> _View:
         block_size = self._signals.block_size(endpoint) or member.info.block_size

@@ -1,21 +1,30 @@
 """Which engines can be routed to, and for which models? The router's own list of members.
 
 An engine is *joining* until its tokenizer has been checked and its cache is known, then *serving*; a *draining* one finishes what
-it has, and stays so through restarts until somebody says otherwise. Engines of one model may differ in everything else: kind, block size, adapters, the ids they go by.
+it has, and stays so through restarts until somebody says otherwise. Engines of one model may differ in everything else: kind, block
+size, adapters, the ids they go by.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from typing import Final
 
-from engines.types import Endpoint, EngineInfo, Model
+from engines.types import Endpoint, EngineInfo, EngineKind, Model
 from router.scheduling.types import Rejection
+
+GROWTH_PER_S: Final = 4.0
+"""By how much the room of an engine that had said it was full grows with every second after it was left alone."""
+NO_LIMIT: Final = 1 << 30
+MAX_LOST: Final = 1000
+"""Engines remembered that have left."""
 
 
 class Member:
     """One engine and what the router holds against it."""
 
-    __slots__ = ("asleep", "cooling_until", "draining", "endpoints", "info", "serving", "suspected", "tokenizer_line")
+    __slots__ = ("_full_at", "asleep", "cooling_until", "draining", "endpoints", "info", "serving", "suspected", "tokenizer_line")
 
     def __init__(self, info: EngineInfo) -> None:
         self.info = info
@@ -27,7 +36,29 @@ class Member:
         """A connection to it failed, and it has not been seen alive since."""
         self.cooling_until = 0.0
         """It answered 429 or 503: left alone until then, monotonic seconds."""
+        self._full_at = 0
+        """What an endpoint of it had in flight when it said so."""
         self.tokenizer_line = ""
+
+    def refused(self, now: float, cool_down_s: float, in_flight: int) -> None:
+        """It has answered 429 or 503, with so many requests of ours in flight on the endpoint that did."""
+        self._full_at = min(self._full_at, in_flight) if self.cooling_until > now else in_flight
+        self.cooling_until = max(self.cooling_until, now + cool_down_s)
+
+    def room(self, now: float, most: int) -> float:
+        """How many requests each endpoint of it may have in flight: `most`, in good times.
+
+        After it has been left alone for being full, it begins with as many as it had then, at least one, and more with every second:
+        those who wait for it must not fall upon it all at once.
+
+        >>> member = Member(EngineInfo("http://a:1", EngineSpec("http://a:1"), EngineKind.VLLM, "1", ()))
+        >>> member.refused(100.0, 5.0, in_flight=3)
+        >>> [member.room(now, 1000) for now in (105.0, 106.0, 107.0, 110.0)]
+        [3.0, 12.0, 48.0, 1000]
+        """
+        if not self.cooling_until:
+            return most
+        return min(most, max(1, self._full_at) * math.pow(GROWTH_PER_S, min(20.0, max(0.0, now - self.cooling_until))))
 
     def rejection(self, now: float) -> Rejection | None:
         """Why nothing new may be sent here, or None."""
@@ -50,14 +81,19 @@ class Member:
 class Fleet:
     """The members, and an index of them by model."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_active_requests: int = NO_LIMIT) -> None:
+        """No endpoint may have more than `max_active_requests` of ours in flight."""
+        self.max_active_requests = max_active_requests
         self.members: dict[str, Member] = {}
         self._by_model: dict[str, list[Member]] = {}
         self._adapters: dict[str, str | None] = {}
         self._draining: set[str] = set()
+        self._lost: dict[str, tuple[str, ...]] = {}
+        """Engine id → models of those that have left and not come back."""
 
     def add(self, info: EngineInfo) -> Member:
         """An engine has joined; it takes no requests before `serve`."""
+        self._lost.pop(info.id, None)
         member = Member(info)
         member.draining = info.id in self._draining
         self.members[info.id] = member
@@ -74,9 +110,17 @@ class Fleet:
         self._rebuild()
 
     def remove(self, engine_id: str) -> None:
-        """The engine is gone."""
-        if self.members.pop(engine_id, None) is not None:
+        """The engine is gone; its models are remembered until it comes back, or is forgotten."""
+        member = self.members.pop(engine_id, None)
+        if member is not None:
+            self._lost[engine_id] = tuple(model.id for model in member.info.models)
+            if len(self._lost) > MAX_LOST:
+                del self._lost[next(iter(self._lost))]
             self._rebuild()
+
+    def forget(self, engine_id: str) -> None:
+        """The engine is not expected back."""
+        self._lost.pop(engine_id, None)
 
     def drain(self, engine_id: str) -> None:
         """Nothing new goes to the engine, whether it is a member now or comes to be one, until `undrain`."""
@@ -97,6 +141,14 @@ class Fleet:
     def of_model(self, model: str) -> list[Member]:
         """Serving engines that offer the model; empty when none does."""
         return self._by_model.get(model, [])
+
+    def able(self, model: str, kinds: frozenset[EngineKind]) -> list[Member]:
+        """Those of them that are of one of these kinds."""
+        return [member for member in self.of_model(model) if member.info.kind in kinds]
+
+    def lost_models(self) -> set[str]:
+        """Models that no engine serves any more, although it was not said that they are to go."""
+        return {model for models in self._lost.values() for model in models} - self._by_model.keys()
 
     def adapter(self, model: str) -> str | None:
         """The LoRA adapter that a model id stands for, or None for a base model."""
@@ -120,20 +172,23 @@ class Fleet:
     def eligible(self, members: list[Member], tried: set[str], now: float) -> tuple[list[Member], list[tuple[Endpoint, Rejection]]]:
         """Members that may be chosen for a request that has already been to `tried`, and the others with the reason.
 
-        When all that are left are suspected or cooling, they are eligible after all: a try is better than a sure refusal.
+        When all that are left are suspected, they are eligible after all: a try is better than a sure refusal. Not so where one is
+        left that has only asked for a pause.
         """
         eligible = []
         doubtful = []
         rejected = []
+        cooling = False
         for member in members:
             rejection = Rejection.EXCLUDED if member.info.id in tried else member.rejection(now)
             if rejection is None:
                 eligible.append(member)
                 continue
-            if rejection in (Rejection.EJECTED, Rejection.COOLING):
+            cooling = cooling or rejection is Rejection.COOLING
+            if rejection is Rejection.EJECTED:
                 doubtful.append(member)
             rejected += [(endpoint, rejection) for endpoint in member.endpoints]
-        if doubtful and not eligible:
+        if doubtful and not eligible and not cooling:
             endpoints = {endpoint for member in doubtful for endpoint in member.endpoints}
             return doubtful, [(endpoint, rejection) for endpoint, rejection in rejected if endpoint not in endpoints]
         return eligible, rejected

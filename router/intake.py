@@ -19,13 +19,13 @@ class Asked(msgspec.Struct):
     route: Route
     body: bytes
     """As it will be sent: the client's bytes, less what must not pass."""
-    members: list[Member]
-    """Engines that offer the model and the route."""
     request: RoutingRequest
     tokens: dict[str, Tokens]
     """The prompt's ids, by engine; engines that agree share one object. Empty when it was not tokenized."""
     root: int
     """Seed of the prompt's first block key."""
+    priority: int = 0
+    """Lower goes first, where requests have to wait."""
     made: dict[tuple[int, int], list[int]] = {}
     """Block keys already made, by identity of the ids and block size."""
 
@@ -74,10 +74,10 @@ class Intake:
         return Asked(
             route=route,
             body=body,
-            members=members,
             request=RoutingRequest(model, count, "" if count else reason, session or parsed.session),
             tokens=tokens,
             root=root_seed(self._fleet.adapter(model), parsed.salt),
+            priority=parsed.urgency,
         )
 
     def _engines_for(self, route: Route, model: str | None) -> tuple[str, list[Member]]:
@@ -91,6 +91,8 @@ class Intake:
             model = min(bases)
         members = self._fleet.of_model(model)
         if not members:
+            if model in self._fleet.lost_models():
+                raise openai.BadBody(f"no engine serves `{model}` at the moment", 503)
             if not self._fleet.model_ids:
                 raise openai.BadBody("no engine is ready", 503)
             raise openai.BadBody(f"the model `{model}` does not exist; this router serves {', '.join(sorted(self._fleet.model_ids))}", 404)

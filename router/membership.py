@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from router.caches import Caches
     from router.fleet import Fleet
     from router.load import LoadBook
+    from router.pool import EnginePool
     from router.prompts.book import PromptBook
     from router.upstream import Timeouts
 
@@ -67,6 +68,8 @@ class Membership:
         self._session = session
         self._group = group
         self._clock = clock
+        self._leaving: list[EnginePool] = []
+        """Connections to engines that have left."""
         self._joining: dict[str, asyncio.Task[None]] = {}
 
     # discovery.watch.Listener
@@ -97,7 +100,18 @@ class Membership:
         for endpoint in info.endpoints:
             self._caches.discard(endpoint)
             self._load.forget(endpoint)
-        self.lines.pop(info.id).pool.close()
+        pool = self.lines.pop(info.id).pool
+        pool.close()
+        self._leaving.append(pool)
+
+    def sweep(self) -> None:
+        """End what engines take too long for, those that have left included: their streams may go on, but not for ever."""
+        now = self._clock()
+        for line in self.lines.values():
+            line.pool.sweep(now)
+        for pool in self._leaving:
+            pool.sweep(now)
+        self._leaving = [pool for pool in self._leaving if pool.open]
 
     def load(self, engine_id: str, load: dict[int, EngineLoad]) -> None:
         """It has answered: it is alive, and this is what it carries."""

@@ -19,6 +19,7 @@ from router.scheduling.types import Decision
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 TTFT_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+WAIT_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 DURATION_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 Reading = tuple[str, str, tuple[str, ...], Sequence[tuple[tuple[str, ...], float]]]
@@ -66,6 +67,13 @@ class Metrics:
             ("failure",),
             registry=self.registry,
         )
+        self._timeouts = Counter("router_timeouts_total", "Engines that took too long, by what for.", ("stage",), registry=self.registry)
+        self._admission_wait = Histogram(
+            "router_admission_wait_seconds",
+            "Time that requests waited for room which were let in after waiting.",
+            buckets=WAIT_BUCKETS_S,
+            registry=self.registry,
+        )
         self._ttft = Histogram(
             "router_time_to_first_token_seconds",
             "From the request's last byte to the first token of a streamed answer.",
@@ -105,6 +113,14 @@ class Metrics:
     def retried(self, failure: str) -> None:
         """Count a further try."""
         self._retries.labels(failure).inc()
+
+    def timed_out(self, stage: str) -> None:
+        """Count an engine that took too long, by what for."""
+        self._timeouts.labels(stage.replace(" ", "_")).inc()
+
+    def waited(self, seconds: float) -> None:
+        """A request that had to wait for room has been let in."""
+        self._admission_wait.observe(seconds)
 
     def broke_off(self, failure: str) -> None:
         """Count an answer whose client had to be told that it is not whole."""

@@ -44,6 +44,7 @@ class ApiBody(ChatFields, kw_only=True):
     model: str | None = None
     stream: Field = UNSET
     user: Field = UNSET
+    priority: Field = UNSET
     cache_salt: Field = UNSET
     prompt: Field = UNSET
     text: Field = UNSET
@@ -72,6 +73,14 @@ class ApiBody(ChatFields, kw_only=True):
     def session(self) -> str | None:
         """The end user's id, where the client gives one."""
         return _string(self.user)
+
+    @property
+    def urgency(self) -> int:
+        """The engines' own `priority`: lower goes first. 0 when there is none, or when it is not a whole number."""
+        try:
+            return msgspec.json.decode(self.priority, type=int) if isinstance(self.priority, Raw) else 0
+        except msgspec.DecodeError:
+            return 0  # for the engine to complain about
 
     @property
     def salt(self) -> str | None:

@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from engines.errors import EngineUnreachable
+from engines.errors import EngineConnectTimeout, EngineUnreachable
 from router.sockets import ENGINE_PROBES, watch_for_dead_peer
 from router.upstream import EngineConnection, Timeouts
 
@@ -70,15 +70,21 @@ class EnginePool:
 
     async def connect(self) -> EngineConnection:
         """A new connection. Raises EngineUnreachable."""
+        connection = EngineConnection(self)
+        established = False
         try:
             async with asyncio.timeout(self.timeouts.connect_s):
-                transport, connection = await self.loop.create_connection(
-                    lambda: EngineConnection(self), self.host, self.port, ssl=self._ssl, server_hostname=self.host if self._ssl else None
+                transport, _ = await self.loop.create_connection(
+                    lambda: connection, self.host, self.port, ssl=self._ssl, server_hostname=self.host if self._ssl else None
                 )
+            established = True
         except TimeoutError:
-            raise EngineUnreachable(f"connect timed out after {self.timeouts.connect_s:g} s") from None
+            raise EngineConnectTimeout(self.timeouts.connect_s) from None
         except OSError as error:
             raise EngineUnreachable(f"cannot connect to {self.host}:{self.port}: {error.strerror or error}", number=error.errno) from error
+        finally:
+            if not established:
+                connection.abandon()  # it may be there already
         sock = transport.get_extra_info("socket")
         if sock is not None:
             watch_for_dead_peer(sock, ENGINE_PROBES)

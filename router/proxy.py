@@ -96,7 +96,7 @@ class Tries:
 class Proxy:
     """Serves inference requests."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what a request's life is made of
         self,
         intake: Intake,
         chooser: Chooser,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from engines.types import Endpoint
     from router.caches import Caches
     from router.fleet import Fleet
+    from router.gate import Gate
     from router.load import LoadBook
     from router.metrics import Reading
     from router.server import Server
@@ -35,6 +36,7 @@ class Readings:
         relay: Relay,
         bus: Bus,
         server: Server,
+        gate: Gate,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
@@ -44,6 +46,7 @@ class Readings:
         self._relay = relay
         self._bus = bus
         self._server = server
+        self._gate = gate
         self._clock = clock
 
     def __call__(self) -> Iterator[Reading]:
@@ -53,6 +56,7 @@ class Readings:
         yield from self._engines(now)
         yield from self._endpoints(endpoints, now)
         yield from self._events()
+        yield from self._admission()
         yield "router_index_blocks", "Entries in all prefix tables.", (), [((), len(self._caches))]
         yield "router_index_bytes", "Memory of all prefix tables, estimated.", (), [((), self._caches.memory_bytes())]
         yield "router_index_refused_total", "Blocks not taken in because a table was full.", (), [((), self._caches.refused)]
@@ -93,6 +97,16 @@ class Readings:
             ("router_predicted_blocks", "Blocks believed cached by what was sent.", [self._caches.predicted_size(e) for e in endpoints]),
         ):
             yield name, text, ENDPOINT, [(label, float(value)) for label, value in zip(labels, values, strict=True)]
+
+    def _admission(self) -> Iterator[Reading]:
+        gate = self._gate
+        waiting = [((model,), float(count)) for model, count in gate.waiting()]
+        yield "router_admission_waiting", "Requests that wait for room.", ("model",), waiting
+        admitted = [(("at_once",), float(gate.admitted_at_once)), (("after_waiting",), float(gate.admitted_after_waiting))]
+        yield "router_admission_admitted_total", "Requests let in.", ("how",), admitted
+        shed = [((reason.value,), float(count)) for reason, count in gate.shed.items()]
+        shed.append((("client_left",), float(gate.gave_up)))
+        yield "router_admission_shed_total", "Requests not let in, by reason.", ("reason",), shed
 
     def _events(self) -> Iterator[Reading]:
         feeds = {(endpoint.engine, str(endpoint.rank)): counts for endpoint, counts in self._relay.stats().items()}

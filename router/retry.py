@@ -5,7 +5,8 @@ seen a byte of an answer.
 
     what happened                          try again                      else the client gets          against the engine
     ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-    could not connect                      elsewhere, always              502                           yes
+    could not connect                      elsewhere, always              502                           yes, unless this
+                                                                                                        process is at fault
     closed before the response began       once: here on a new            502                           yes, unless reused
                                            connection if it was reused,
                                            else elsewhere
@@ -118,7 +119,7 @@ def judge(attempt: Attempt) -> Verdict:
         case EngineError() as failure if attempt.client_bytes:
             return _engine_failed(Next.STOP, End.BREAK, failure)
         case EngineUnreachable() as failure:
-            return _engine_failed(Next.ELSEWHERE, End.ERROR, failure)
+            return _engine_failed(Next.ELSEWHERE, End.ERROR, failure, blames_engine=not failure.ours)
         case EngineClosed() as failure:
             return _closed(attempt, failure)
         case EngineTimeout() as failure if not attempt.may_have_generated and not attempt.repeats:

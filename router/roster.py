@@ -116,6 +116,7 @@ class Roster:
 
     def _forget(self, engine_id: str) -> None:
         self._followed.remove(engine_id)
+        self._fleet.forget(engine_id)
         self._fleet.undrain(engine_id)
         self._leaving.discard(engine_id)
 

@@ -37,6 +37,38 @@ class KvSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_active_request_weight: Annotated[Weight, Meta(description="Cost, in blocks, of each request in flight.")] = 0.0
 
 
+class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What happens when every engine is full: requests wait in turn, and the rest are told when to come back."""
+
+    max_active_requests: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Requests of this router in flight on one endpoint; further ones wait here, in fair order, for whichever engine "
+            "has room first. The default is more than a stock engine runs at once, so it never costs throughput; set it to the engines' "
+            "own limit (vLLM's `--max-num-seqs`, SGLang's `--max-running-requests`) to have all waiting done here.",
+        ),
+    ] = 4096
+    max_waiting: Annotated[
+        int, Meta(ge=0, description="Requests that may wait for each model; further ones are answered 429 at once, or displace one.")
+    ] = 1000
+    max_wait_s: Annotated[Seconds, Meta(description="How long a request may wait; then it is answered 429.")] = 10.0
+    tenant_header: Annotated[
+        str | None,
+        Meta(
+            min_length=1,
+            description="Header that names on whose behalf a request comes. Tenants that wait take turns. Without it, clients are told "
+            "apart by their API keys.",
+        ),
+    ] = None
+    priority_header: Annotated[
+        str, Meta(min_length=1, description="Header that says how urgent a request is, before the body's `priority`; lower goes first.")
+    ] = "x-vllm-priority"
+    deadline_header: Annotated[
+        str, Meta(min_length=1, description="Header that says within how many seconds a request must be let in, or answered 429.")
+    ] = "x-admission-deadline-s"
+
+
 class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The reverse proxy and router: OpenAI API in front of the engines."""
 
@@ -103,6 +135,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Weight, Meta(description="Above 0, engines are drawn with odds by cost instead of always taking the cheapest.")
     ] = 0.0
     kv: KvSettings = KvSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     predicted_ttl_s: Annotated[
         Seconds, Meta(description="How long a prompt sent to an engine without usable KV events is believed to be cached there.")
     ] = 120.0

@@ -86,6 +86,8 @@ class Rejection(enum.StrEnum):
     """Not healthy now."""
     COOLING = "cooling"
     """It answered 429 or 503 a moment ago."""
+    SATURATED = "saturated"
+    """It has as many requests of ours in flight as it may have."""
 
 
 class Reason(enum.StrEnum):
