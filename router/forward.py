@@ -1,7 +1,8 @@
 """What is sent to an engine: the client's request, less what must not pass, plus what only the router may say.
 
 Headers pass unless they belong to the connection, name a destination or a rank, or are the client's key where the engine has its own
-or where the router is who checks it. What tells the request's trace is written anew (`tracing`). The body passes as it is, with its length: a chunked one has been read whole.
+or where the router is who checks it. What tells the request's trace is written anew (`tracing`). The body passes as it is, with
+its length: a chunked one has been read whole.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 A key is found by part of a keyed hash of it, and then the hash is compared whole, in constant time. So nobody can learn a key from how
 long the answer takes, and ten thousand keys cost a request what one does. Keys themselves are not kept.
 
-Keys are written one to a line, `key` or `name:key`. Keys of one name are one client, which is how a key is replaced without a gap.
+Keys are written one to a line, `key` or `name:key`; a key with a colon in it needs a name. Keys of one name are one client, which is how a key is replaced without a gap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLIENTS_WANTED: Final = "an API key is needed: `Authorization: Bearer KEY` or `x
 ADMIN_WANTED: Final = "the admin token is needed: `Authorization: Bearer TOKEN`"
 SHORTEST_TOKEN: Final = 16
 
-_NAMED: Final = re.compile(r"(?:(?P<name>[A-Za-z0-9_.@-]{1,64}):)?(?P<key>[!-~]+)")
+_NAMED: Final = re.compile(r"(?P<name>[A-Za-z0-9_.@-]{1,64}):(?P<named>[!-~]+)|(?P<nameless>[!-9;-~]+)")
 _BEARER: Final = b"bearer "
 _FOUND_BY: Final = 8
 """Bytes of the hash by which a key is found."""
@@ -60,9 +60,10 @@ def read_keys(lines: Iterable[str], unit: str = "line") -> tuple[ApiKey, ...]:
         match = _NAMED.fullmatch(line)
         if match is None:
             raise BadKeys(f"{unit} {number} is neither `key` nor `name:key`; a key is made of visible ASCII characters")
-        if match["key"] in found:
+        key = match["named"] or match["nameless"]
+        if key in found:
             raise BadKeys(f"{unit} {number} repeats a key")
-        found[match["key"]] = ApiKey(match["name"] or f"key-{number}", match["key"])
+        found[key] = ApiKey(match["name"] or f"key-{number}", key)
     return tuple(found.values())
 
 

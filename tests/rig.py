@@ -8,6 +8,7 @@ async with fleet(2) as engines, routing(engines) as router:
 from __future__ import annotations
 
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
@@ -129,13 +130,23 @@ async def fleet(count: int, **changed: object) -> AsyncIterator[list[SimulatedEn
 
 @contextlib.asynccontextmanager
 async def routing(
-    engines: Sequence[SimulatedEngine | str | EngineSpec], *, wait_for: int | None = None, **changed: object
+    engines: Sequence[SimulatedEngine | str | EngineSpec],
+    *,
+    wait_for: int | None = None,
+    trust: ssl.SSLContext | bool = True,
+    **changed: object,
 ) -> AsyncIterator[Router]:
-    """A router in front of `engines`, once `wait_for` of them (all, unless said otherwise) take requests."""
-    settings = ServeSettings(engine=tuple(specs_of(engines)), host="127.0.0.1", port=0, probe_period_s=0.2, probe_timeout_s=1.0)
+    """A router in front of `engines`, once `wait_for` of them (all, unless said otherwise) take requests.
+
+    `trust` is for a router that serves HTTPS.
+    """
+    settings = ServeSettings(
+        engine=tuple(specs_of(engines)), host="127.0.0.1", port=0, admin_port=0, probe_period_s=0.2, probe_timeout_s=1.0
+    )
+    connector = aiohttp.TCPConnector(ssl=trust)
     async with (
         running(msgspec.structs.replace(settings, **changed)) as listening,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60), auto_decompress=False) as session,
+        aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=60), auto_decompress=False) as session,
     ):
         router = Router(listening.url, session, listening.admin)
         expected = len(engines) if wait_for is None else wait_for
