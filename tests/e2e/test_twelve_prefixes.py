@@ -43,8 +43,8 @@ class Outcome(msgspec.Struct):
     cached_part: float
     """Of all prompt tokens of the repeats."""
     repeats_by_engine: list[int]
-    prefixes_by_engine: list[int]
-    """Prefixes that an engine holds at the end, by the router's index."""
+    prefixes_by_engine: list[int] | None
+    """Prefixes that an engine holds at the end, by the router's index; None where its policy keeps it from reading prompts."""
     ms_per_repeat: float
 
 
@@ -65,33 +65,36 @@ async def send(router: Served, ask: Ask, api: str) -> Answer:
     return answer
 
 
-async def holders(router: Served, engines: Sequence[RealEngine], asks: Sequence[Ask], api: str) -> list[int]:
+async def holders(router: Served, engines: Sequence[RealEngine], asks: Sequence[Ask], api: str) -> list[int] | None:
     """How many of the prefixes the router believes cached at each engine."""
     held = Counter[str]()
     for ask in asks:
         body = {"model": "tiny", "messages": [{"role": "user", "content": ask.text}]} if api == "chat" else {"model": "tiny", "prompt": ask.text}
         told = (await router.post("/route", body)).json
+        if told["reason"] == "policy":
+            return None
         for candidate in told["candidates"]:
             held[candidate["engine"]] += candidate["overlap"]["device"] >= HIT * candidate["prompt_blocks"]
     return [held[engine.url] for engine in engines]
 
 
 async def run(router: Served, engines: Sequence[RealEngine], name: str, api: str, policy: str) -> Outcome:
+    start = counted(engines)
     for ask in prefixes.first_asks(name):
-        before = counted(engines)
         await send(router, ask, api)
-        assert (counted(engines) - before).hits == 0, "the engines know this prefix from before"
-    hits, cached, taken = 0, Cached(0, 0), 0.0
+    filled = before = counted(engines)
+    assert (filled - start).hits == 0, "the engines know these prefixes from before"
+    hits, taken = 0, 0.0
     to = Counter[str]()
     for ask in prefixes.repeats(name, REPEATS):
-        before = counted(engines)
         started = time.perf_counter()
         answer = await send(router, ask, api)
         taken += time.perf_counter() - started
-        found = counted(engines) - before
-        hits += found.hits >= HIT * prefixes.tokens_of(prefixes.prefix(name, ask.prefix))
-        cached = Cached(cached.queries + found.queries, cached.hits + found.hits)
+        after = counted(engines)
+        hits += (after - before).hits >= HIT * prefixes.tokens_of(prefixes.prefix(name, ask.prefix))
+        before = after
         to[answer.engine] += 1
+    cached = before - filled
     return Outcome(
         api=api,
         policy=policy,
@@ -116,8 +119,9 @@ async def test_the_twelve_prefixes(
     assert outcome.repeats_by_engine[0] + outcome.repeats_by_engine[1] == REPEATS
     if policy == "kv":
         assert outcome.hits >= WANTED_HITS, outcome
+        assert outcome.prefixes_by_engine is not None
         assert sum(outcome.prefixes_by_engine) == PREFIXES, outcome
-        assert min(outcome.prefixes_by_engine) >= PREFIXES // 4, outcome
+        assert min(outcome.prefixes_by_engine) >= PREFIXES // 3, outcome
 
 
 async def test_no_policy_that_is_blind_to_the_cache_comes_near(outcomes: dict[tuple[str, str], Outcome]) -> None:
@@ -139,6 +143,6 @@ def write(folder: Path, outcomes: Sequence[Outcome]) -> None:
         "| --- | --- | --: | --: | --- | --- | --: |",
     ]
     for o in outcomes:
-        both = [" + ".join(map(str, pair)) for pair in (o.repeats_by_engine, o.prefixes_by_engine)]
+        both = [" + ".join(map(str, pair)) if pair else "–" for pair in (o.repeats_by_engine, o.prefixes_by_engine)]
         rows.append(f"| {o.api} | `{o.policy}` | {o.hits} | {o.cached_part:.0%} | {both[0]} | {both[1]} | {o.ms_per_repeat} |")
     (folder / "twelve-prefixes.md").write_text("\n".join(rows) + "\n")
