@@ -103,9 +103,8 @@ async def _spec(body: bytes) -> EngineSpec:
         raise Refused(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(f"the body is not a JSON object that describes an engine: {error}") from None
-    hosts = {urlsplit(spec.url).hostname or ""}
-    hosts |= {parts[0] for address in (spec.kv_events, spec.kv_replay) if address is not None and (parts := split_tcp(address)) is not None}
-    for host in sorted(hosts - WILDCARDS):
+    events = {parts[0] for address in (spec.kv_events, spec.kv_replay) if address is not None and (parts := split_tcp(address)) is not None}
+    for host in {urlsplit(spec.url).hostname or "", *(events - WILDCARDS)}:  # a wildcard there means the engine's own host
         await _must_be_fit(host)
     return spec
 

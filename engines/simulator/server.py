@@ -77,6 +77,7 @@ class EngineServer:
         request[_RECORD] = record
         try:
             record.body = await request.read()
+            self._must_have_key(request)
             response = await self._faulted(request, record, handler)
         except Refusal as refusal:
             record.outcome = "refused"
@@ -95,6 +96,11 @@ class EngineServer:
         if record.outcome == "open":
             record.outcome = "done"
         return response
+
+    def _must_have_key(self, request: web.Request) -> None:
+        key = self._parts.settings.require_key
+        if key and request.headers.get("Authorization") != f"Bearer {key}":
+            raise Refusal(401, "Unauthorized", type="AuthenticationError")
 
     async def _faulted(self, request: web.Request, record: Recorded, handler: Handler) -> web.StreamResponse:
         fault = self._parts.faults.take(request.path)
