@@ -24,6 +24,7 @@ MARGIN: Final = 0.8
 """Of the time after which an engine closes an idle connection, so much is used."""
 LEAST_IDLE_S: Final = 0.5
 """An engine that closes sooner is closing for another reason, or is not worth keeping connections to."""
+HEARD_WITHIN_S: Final = 5.0
 LEARNED_FOR_S: Final = 600.0
 """An engine that closed connections because it was stopping teaches nothing that lasts."""
 
@@ -38,6 +39,8 @@ class EnginePool:
         self.timeouts = timeouts
         self.idle_limit_s = IDLE_LIMIT_S
         """How long an idle connection is kept."""
+        self.heard_at = float("-inf")
+        """When something last came, as of the last sweep; loop time."""
         self._learned_at = 0.0
         self._ssl = ssl_context
         self._idle: deque[EngineConnection] = deque()
@@ -55,8 +58,9 @@ class EnginePool:
 
     @property
     def streaming(self) -> bool:
-        """Whether an answer is coming in right now."""
-        return any(connection.stage == "idle stream" for connection in self._open)
+        """Whether bytes of an answer have come in lately. Answers that have begun and say nothing more are no sign of life."""
+        lately = self.loop.time() - self.heard_at < HEARD_WITHIN_S
+        return lately and any(connection.stage == "idle stream" for connection in self._open)
 
     def take_idle(self) -> EngineConnection | None:
         """The most recently used idle connection that is still fresh, or None."""

@@ -158,6 +158,7 @@ class EngineConnection(asyncio.Protocol):
         """End the response with a timeout if its deadline has passed."""
         if self._heard:
             self._heard = False
+            self._pool.heard_at = now
             self.deadline = NEVER if self._paused else now + self._pool.timeouts.stream_idle_s
         elif self._sink is not None and now > self.deadline:
             timeouts = self._pool.timeouts
