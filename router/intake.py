@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from engines.blocks import block_keys, pack_tokens, root_seed
@@ -11,6 +13,9 @@ from router.prompts.book import PromptBook, Tokens
 from router.prompts.errors import NotRenderable, PromptRejected
 from router.routes import PromptForm, Route
 from router.scheduling.types import RoutingRequest
+
+MAX_QUOTED_CHARS: Final = 200
+"""So much of what a client wrote is repeated to it."""
 
 
 class Asked(msgspec.Struct):
@@ -69,7 +74,8 @@ class Intake:
             try:
                 tokens, reason = await self._tokens(route, parsed, members, body)
             except PromptRejected as error:
-                raise openai.BadBody(f"the model's chat template rejects this conversation: {error.message}") from None
+                rejects = "the model's chat template rejects this conversation"
+                raise openai.BadBody(f"{rejects}: {error.message}", logged=rejects) from None
         count = max((shared.count for shared in tokens.values()), default=0)
         return Asked(
             route=route,
@@ -95,7 +101,9 @@ class Intake:
                 raise openai.BadBody(f"no engine serves `{model}` at the moment", 503)
             if not self._fleet.model_ids:
                 raise openai.BadBody("no engine is ready", 503)
-            raise openai.BadBody(f"the model `{model}` does not exist; this router serves {', '.join(sorted(self._fleet.model_ids))}", 404)
+            served = ", ".join(sorted(self._fleet.model_ids))
+            message = f"the model `{model[:MAX_QUOTED_CHARS]}` does not exist; this router serves {served}"
+            raise openai.BadBody(message, 404, logged="there is no such model")
         able = [member for member in members if member.info.kind in route.engines]
         if not able:
             kinds = " or ".join(sorted(route.engines))

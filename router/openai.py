@@ -33,9 +33,11 @@ STRIPPED: Final = (
 class BadBody(Exception):
     """The body cannot be routed; the message is for the client, `status` the answer's."""
 
-    def __init__(self, message: str, status: int = 400) -> None:
+    def __init__(self, message: str, status: int = 400, *, logged: str | None = None) -> None:
+        """`logged` is for the log, where the message quotes the client."""
         super().__init__(message)
         self.status = status
+        self.logged = message if logged is None else logged
 
 
 class ApiBody(ChatFields, kw_only=True):

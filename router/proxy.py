@@ -126,7 +126,7 @@ class Proxy:
             trip.left = True
             raise
         except openai.BadBody as error:
-            trip.failure = str(error)
+            trip.failure = error.logged
             exchange.error(error.status, str(error))
         except PolicyError as error:
             trip.failure = str(error)
