@@ -67,7 +67,7 @@ class Scheduler:
             raise PolicyError(self.policy, f"raised {type(error).__name__}: {error}") from error
         if len(costs) != len(candidates):
             raise PolicyError(self.policy, f"gave {len(costs)} costs for {len(candidates)} candidates")
-        for candidate, cost in zip(candidates, costs, strict=True):
-            if math.isnan(cost) or cost == -math.inf:
-                raise PolicyError(self.policy, f"gave {candidate.endpoint} the cost {cost}, which cannot be compared")
+        if not all(cost > -math.inf for cost in costs):
+            bad = next(number for number, cost in enumerate(costs) if not cost > -math.inf)
+            raise PolicyError(self.policy, f"gave {candidates[bad].endpoint} the cost {costs[bad]}, which cannot be compared")
         return costs
