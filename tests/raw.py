@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from urllib.parse import urlsplit
 
 import h11
 import msgspec
@@ -131,6 +132,13 @@ async def talking(port: int, *, receive_buffer: int | None = None) -> AsyncItera
         yield RawClient(reader, writer)
     finally:
         writer.transport.abort()
+
+
+async def ask(url: str, request: bytes, method: str = "POST") -> Reply:
+    """The answer to one request, sent byte for byte on a connection of its own."""
+    async with talking(urlsplit(url).port or 0) as client:
+        await client.send(request)
+        return await client.answer(method)
 
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -14,6 +14,7 @@ from router.clients import MAX_HEAD_BYTES, ClientConnection, origin_form
 from router.exchange import Exchange
 from router.server import Handler, Server
 from tests.raw import RawClient, talking
+from tests.transports import FakeTransport
 from tests.waiting import alongside, until
 
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
@@ -50,46 +51,9 @@ async def asking(handler: Handler = echo) -> AsyncIterator[RawClient]:
         yield client
 
 
-class Wire(asyncio.Transport):
-    """A client's socket that only remembers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.ended = ""
-        self.paused = False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.written += bytes(data)
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    def write_eof(self) -> None:
-        self.ended = "eof"
-
-    def close(self) -> None:
-        self.ended = "close"
-
-    def abort(self) -> None:
-        self.ended = "abort"
-
-    def pause_reading(self) -> None:
-        self.paused = True
-
-    def resume_reading(self) -> None:
-        self.paused = False
-
-
-def connected(handler: Handler = echo) -> tuple[ClientConnection, Wire]:
+def connected(handler: Handler = echo) -> tuple[ClientConnection, FakeTransport]:
     """A connection whose reads the test cuts as it likes."""
-    connection, wire = ClientConnection(Server(handler, max_body_bytes=1 << 20)), Wire()
+    connection, wire = ClientConnection(Server(handler, max_body_bytes=1 << 20)), FakeTransport()
     connection.connection_made(wire)
     return connection, wire
 

@@ -12,6 +12,7 @@ from engines.errors import EngineBroken, EngineClosed, EngineError, EngineTimeou
 from router.pool import IDLE_LIMIT_S, MARGIN, EnginePool
 from router.upstream import EngineConnection, ResponseHead, Timeouts
 from tests.raw import Script, read_request, scripted
+from tests.transports import FakeTransport
 from tests.waiting import until
 
 REQUEST = [b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nab"]
@@ -46,34 +47,9 @@ class Record:
         return b"".join(self.pieces)
 
 
-class Wire(asyncio.Transport):
-    """An engine's socket that only remembers."""
-
-    def __init__(self, unsent: int = 0) -> None:
-        super().__init__()
-        self.aborted = False
-        self.reading = True
-        self.unsent = unsent
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        pass
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    def get_write_buffer_size(self) -> int:
-        return self.unsent
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
-
-
-def connected(pool: EnginePool, unsent: int = 0) -> tuple[EngineConnection, Wire, Record]:
+def connected(pool: EnginePool, unsent: int = 0) -> tuple[EngineConnection, FakeTransport, Record]:
     """A connection with a request on its way, whose reads the test cuts as it likes."""
-    connection, wire, sink = EngineConnection(pool), Wire(unsent), Record()
+    connection, wire, sink = EngineConnection(pool), FakeTransport(unsent), Record()
     connection.connection_made(wire)
     connection.send(REQUEST, sink)
     return connection, wire, sink
@@ -131,7 +107,7 @@ async def test_an_answer_that_says_its_length_is_whole_at_once(answer: bytes, bo
     connection.data_received(answer)
     assert (sink.over, sink.error, sink.text) == (True, None, body)
     assert (pool.take_idle() is connection) is kept
-    assert wire.aborted is not kept
+    assert (wire.ended == "abort") is not kept
     assert pool.open == int(kept)
 
 
@@ -166,7 +142,7 @@ async def test_an_answer_that_is_not_one_is_broken_and_gives_no_body(answer: byt
     assert isinstance(sink.error, EngineBroken)
     assert words in str(sink.error)
     assert sink.text == b""
-    assert (wire.aborted, pool.open) == (True, 0)
+    assert (wire.ended, pool.open) == ("abort", 0)
 
 
 async def test_what_came_before_an_answer_broke_is_handed_on() -> None:
@@ -199,7 +175,7 @@ async def test_an_engine_that_answers_before_it_has_read_the_request_gets_no_oth
     connection, wire, sink = connected(pool, unsent=1_000_000)
     connection.data_received(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno")
     assert (sink.over, sink.error, sink.text) == (True, None, b"no")
-    assert (wire.aborted, pool.take_idle(), pool.open) == (True, None, 0)
+    assert (wire.ended, pool.take_idle(), pool.open) == ("abort", None, 0)
 
 
 async def test_an_early_answer_is_read_although_the_engine_closes_on_the_rest_of_the_request() -> None:
@@ -222,13 +198,13 @@ async def test_a_connection_paused_at_the_end_of_an_answer_reads_again_for_the_n
     connection, wire, sink = connected(pool)
     connection.data_received(SIZED[:-1])
     connection.pause()
-    paused = not wire.reading
+    paused = wire.paused
     assert paused
     connection.data_received(SIZED[-1:])  # it had been read already
     assert sink.over
     again = pool.take_idle()
     assert again is connection
-    assert wire.reading
+    assert not wire.paused
     second = Record()
     again.send(REQUEST, second)
     again.data_received(SIZED)
@@ -240,12 +216,12 @@ async def test_pausing_twice_and_resuming_once_reads_again() -> None:
     connection.pause()
     connection.pause()
     connection.resume()
-    assert wire.reading
+    assert not wire.paused
     connection.resume()
     connection.abandon()
     connection.pause()
     connection.resume()
-    assert wire.aborted
+    assert wire.ended == "abort"
 
 
 async def test_an_abandoned_answer_is_told_to_nobody_and_its_connection_is_closed() -> None:
@@ -254,7 +230,7 @@ async def test_an_abandoned_answer_is_told_to_nobody_and_its_connection_is_close
     connection.data_received(SIZED[:-2])
     connection.abandon()
     connection.connection_lost(None)
-    assert (wire.aborted, sink.over, pool.open, pool.take_idle()) == (True, False, 0, None)
+    assert (wire.ended, sink.over, pool.open, pool.take_idle()) == ("abort", False, 0, None)
 
 
 async def test_bytes_that_nobody_asked_for_close_an_idle_connection() -> None:
@@ -262,7 +238,7 @@ async def test_bytes_that_nobody_asked_for_close_an_idle_connection() -> None:
     connection, wire, _ = connected(pool)
     connection.data_received(SIZED)
     connection.data_received(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
-    assert (wire.aborted, pool.take_idle()) == (True, None)
+    assert (wire.ended, pool.take_idle()) == ("abort", None)
 
 
 async def test_each_stage_has_its_own_time_limit() -> None:
@@ -273,7 +249,7 @@ async def test_each_stage_has_its_own_time_limit() -> None:
     assert not sink.over
     pool.sweep(now + 10.1)
     assert isinstance(sink.error, EngineTimeout)
-    assert (sink.error.stage, sink.error.timeout_s, wire.aborted) == ("response head", 10.0, True)
+    assert (sink.error.stage, sink.error.timeout_s, wire.ended) == ("response head", 10.0, "abort")
 
     connection, wire, sink = connected(pool)
     connection.data_received(SIZED[:-2])
@@ -312,9 +288,9 @@ async def test_the_sweep_closes_connections_before_the_engine_would() -> None:
     connection, wire, _ = connected(pool)
     connection.data_received(SIZED)
     pool.sweep(pool.loop.time() + IDLE_LIMIT_S - 0.1)
-    assert not wire.aborted
+    assert not wire.ended
     pool.sweep(pool.loop.time() + IDLE_LIMIT_S + 0.1)
-    assert (wire.aborted, pool.open, pool.idle) == (True, 0, 0)
+    assert (wire.ended, pool.open, pool.idle) == ("abort", 0, 0)
 
 
 async def test_an_engine_that_says_how_long_it_keeps_a_connection_is_believed() -> None:
