@@ -16,6 +16,7 @@ from router.caches import Caches
 from router.fleet import Fleet, Member
 from router.intake import Asked
 from router.load import LoadBook, Reservation
+from router.scheduling.explain import reused_blocks
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.types import Candidate, Decision, Overlap, Rejection
 
@@ -72,8 +73,9 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def uncached_tokens(self) -> int:
-        """Prompt tokens the endpoint will have to compute, as far as is known."""
-        return max(0, self.asked.request.prompt_tokens - self.overlap_tokens)
+        """Prompt tokens that this request adds to what the endpoint has to compute: not those being computed for another one."""
+        chosen = self.decision.chosen
+        return max(0, self.asked.request.prompt_tokens - reused_blocks(chosen.overlap) * chosen.block_size)
 
     @property
     def new_blocks(self) -> int:
@@ -121,8 +123,9 @@ class Chooser:
         return self._load.reserve(choice.endpoint, choice.keys, choice.uncached_tokens)
 
     def rejections(self, asked: Asked, tried: set[str]) -> list[tuple[Endpoint, Rejection]] | None:
-        """Why no endpoint can take the request now, or None when one can."""
+        """Why no endpoint can take the request now, or None when one can. One that is suspected cannot: who waits can wait for it."""
         able, rejected = self._able(asked, tried, self._clock())
+        able = [(member, endpoint) for member, endpoint in able if not member.suspected]
         return None if able else rejected
 
     def cooled_in(self, asked: Asked, tried: set[str]) -> float | None:
@@ -138,9 +141,10 @@ class Chooser:
         return bool(self._fleet.of_model(model))
 
     def refused(self, choice: Choice, cool_down_s: float) -> None:
-        """The engine has answered that it is full: it is left alone for a while, and then begins with what it could carry."""
+        """The engine has refused the request, which is still counted: it is left alone, and then begins with what it could carry."""
         now = self._clock()
-        choice.member.refused(now, cool_down_s, self._load.active_requests(choice.endpoint))
+        others = self._load.active_requests(choice.endpoint) - 1
+        choice.member.refused(now, cool_down_s, max(0, others))
 
     def first_token(self, choice: Choice, reservation: Reservation, sent_at: float) -> None:
         """The prompt has been computed: it is in the endpoint's cache now, and events should say so."""

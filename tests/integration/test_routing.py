@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import aiohttp
 import msgspec
 import pytest
@@ -160,6 +162,13 @@ async def test_R16_engines_with_different_root_hashes_both_match() -> None:
             await holds(router, engine.url, prompt("a"))
         overlaps = {await router.overlap_at(engine.url, prompt("a")) for engine in engines}
         assert len(overlaps) == 1
+
+
+async def test_R36_equal_prompts_that_arrive_while_the_first_is_prefilling_do_not_scatter() -> None:
+    async with fleet(4, speedup=1, prefill_tokens_per_s=2000) as engines, routing(engines) as router:
+        answers = await asyncio.gather(*(router.chat(prompt("a")) for _ in range(8)))
+        assert len({answer.engine for answer in answers}) == 1
+        assert {answer.reason for answer in answers} == {"no_shared_prefix", "in_flight"}
 
 
 async def test_C3_models_are_listed_once_and_requests_go_only_where_the_model_is() -> None:
