@@ -206,7 +206,7 @@ class ClientConnection(asyncio.Protocol):
                     self._refuse_long_body()
             elif name == b"transfer-encoding":
                 if value.lower() != b"chunked":
-                    self._refuse(501, f"the transfer coding {value.decode('latin-1')!r} is not known here; only `chunked` is")
+                    self._refuse(501, "this transfer coding is not known here; only `chunked` is")
             elif name == b"expect":
                 expects = value
         if expects is not None and not self._deaf and self._parser.get_http_version() != "1.0":
@@ -339,7 +339,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _answer_expectation(self, expects: bytes) -> None:
         if expects.lower() != b"100-continue":
-            self._refuse(417, f"the expectation {expects.decode('latin-1')!r} is not known here; only `100-continue` is")
+            self._refuse(417, "this expectation is not known here; only `100-continue` is")
         elif self.current is None and not self._waiting:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         else:

@@ -98,18 +98,21 @@ class KeyRing:
         self._names = {digest[:_FOUND_BY]: (digest, name) for digest, name in digests}
 
     def holder(self, headers: Headers) -> str | None:
-        """The name of the key that a request carries; None when it carries none that is accepted. Runtime complexity: O(headers)."""
+        """The name of the key that a request carries, as a bearer token or else as `x-api-key`; None when none is accepted. O(headers)."""
+        bearer = plain = None
         for name, value in headers:
             if name == b"authorization":
-                if value[: len(_BEARER)].lower() != _BEARER:
-                    continue
-                value = value[len(_BEARER) :].strip()  # noqa: PLW2901
-            elif name != b"x-api-key":
-                continue
-            digest = self._digest(value)
-            found = self._names.get(digest[:_FOUND_BY])
-            return found[1] if found is not None and hmac.compare_digest(found[0], digest) else None
-        return None
+                if bearer is None and value[: len(_BEARER)].lower() == _BEARER:
+                    bearer = value[len(_BEARER) :].strip()
+            elif name == b"x-api-key" and plain is None:
+                plain = value
+        name_of_bearer = None if bearer is None else self._name(bearer)
+        return self._name(plain) if name_of_bearer is None and plain is not None else name_of_bearer
+
+    def _name(self, key: bytes) -> str | None:
+        digest = self._digest(key)
+        found = self._names.get(digest[:_FOUND_BY])
+        return found[1] if found is not None and hmac.compare_digest(found[0], digest) else None
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, digest_size=32, key=self._secret).digest()

@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from engines.simulator.engine import SimulatedEngine
+from engines.simulator.parts import Recorded
 from engines.simulator.settings import SimulateSettings
 from engines.types import EngineSpec
 from router.app import running
@@ -167,6 +168,11 @@ def specs_of(engines: Iterable[SimulatedEngine | str | EngineSpec]) -> Iterable[
                 yield EngineSpec(url=engine)
             case SimulatedEngine():
                 yield EngineSpec(url=engine.url)
+
+
+def asked(engine: SimulatedEngine, path: str = "/v1/chat/completions") -> list[Recorded]:
+    """Requests to a path that reached the engine."""
+    return [request for request in engine.requests if request.path.partition("?")[0] == path]
 
 
 def prompt(name: str, words: int = 200) -> str:

@@ -47,7 +47,10 @@ def test_a_key_given_twice_is_refused_whatever_its_names() -> None:
         ([(b"x-api-key", b"")], None),
         ([(b"x-api-key", b"Bearer sk-2")], None),
         ([(b"x-other", b"sk-1")], None),
-        ([(b"authorization", b"Bearer wrong"), (b"x-api-key", b"sk-2")], None),
+        ([(b"authorization", b"Bearer wrong"), (b"x-api-key", b"sk-2")], "bob"),
+        ([(b"x-api-key", b"wrong"), (b"authorization", b"Bearer sk-1")], "alice"),
+        ([(b"x-api-key", b"sk-2"), (b"authorization", b"Bearer sk-1")], "alice"),
+        ([(b"x-api-key", b"wrong"), (b"x-api-key", b"sk-2")], None),
     ],
 )
 def test_a_request_is_its_keys_holders(headers: list[tuple[bytes, bytes]], name: str | None) -> None:
