@@ -45,7 +45,7 @@ class Member:
         self._full_at = min(self._full_at, in_flight) if self.cooling_until > now else in_flight
         self.cooling_until = max(self.cooling_until, now + cool_down_s)
 
-    def room(self, now: float, most: int) -> float:
+    def room(self, now: float, most: int) -> int:
         """How many requests each endpoint of it may have in flight: `most`, in good times.
 
         After it has been left alone for being full, it begins with as many as it had then, at least one, and more with every second:
@@ -54,11 +54,12 @@ class Member:
         >>> member = Member(EngineInfo("http://a:1", EngineSpec("http://a:1"), EngineKind.VLLM, "1", ()))
         >>> member.refused(100.0, 5.0, in_flight=3)
         >>> [member.room(now, 1000) for now in (105.0, 106.0, 107.0, 110.0)]
-        [3.0, 12.0, 48.0, 1000]
+        [3, 12, 48, 1000]
         """
         if not self.cooling_until:
             return most
-        return min(most, max(1, self._full_at) * math.pow(GROWTH_PER_S, min(20.0, max(0.0, now - self.cooling_until))))
+        growth = math.pow(GROWTH_PER_S, min(20.0, max(0.0, now - self.cooling_until)))
+        return min(most, int(max(1, self._full_at) * growth))
 
     def rejection(self, now: float) -> Rejection | None:
         """Why nothing new may be sent here, or None."""

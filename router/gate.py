@@ -35,6 +35,7 @@ AT_ONCE: Final = 32
 """Requests let in before the loop may do something else: choosing takes up to 0.2 ms each."""
 LOOK_AHEAD: Final = 100
 """How far behind one that cannot go yet others are looked for that can."""
+PASSING: Final = frozenset({Rejection.SATURATED, Rejection.COOLING, Rejection.EJECTED})
 TOKENS_A_TURN: Final = 1024
 """A request is one share of its tenant's turns, and one more for every so many prompt tokens."""
 
@@ -354,7 +355,7 @@ class Gate:
 
 def _may_come(rejected: Iterable[tuple[Endpoint, Rejection]]) -> bool:
     """Whether one of these reasons passes by itself."""
-    return any(rejection in (Rejection.SATURATED, Rejection.COOLING) for _, rejection in rejected)
+    return any(rejection in PASSING for _, rejection in rejected)
 
 
 def _number(value: bytes | None) -> float | None:

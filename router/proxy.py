@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from discovery.logs import event
-from engines.errors import EngineConnectTimeout, EngineError, EngineTimeout, EngineUnreachable
+from engines.errors import EngineBroken, EngineClosed, EngineConnectTimeout, EngineError, EngineTimeout, EngineUnreachable
 from router import openai
 from router.admission import Reason, Shed
 from router.gate import Visit
@@ -152,10 +152,10 @@ class Proxy:
                     tries.repeats += verdict.repeats
                     self._metrics.retried(verdict.code)
                     attempt = await self._send(exchange, trip, place, tries.repeats)
-            if attempt is None:
-                self._answered(trip, choice)
-                return
-            trip.failure = self._hold_against(choice, attempt, verdict)
+                if attempt is None:
+                    self._answered(trip, choice)
+                    return
+                trip.failure = self._hold_against(choice, attempt, verdict)  # before the place is free for the next
             if verdict.end is End.BREAK:
                 self._metrics.broke_off(verdict.code)
                 return
@@ -214,7 +214,8 @@ class Proxy:
             self._chooser.refused(choice, verdict.cool_down_s)
         if verdict.blames_engine:
             line = self._lines.get(engine)
-            if verdict.next is Next.ELSEWHERE and not (line is not None and line.pool.streaming):
+            lost = isinstance(attempt.failure, EngineUnreachable | EngineClosed | EngineBroken)
+            if lost and not (line is not None and line.pool.streaming):
                 choice.member.suspected = True  # one that streams to clients is alive, whatever became of this connection
             self._suspect(engine)
         match attempt.failure:

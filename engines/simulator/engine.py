@@ -146,6 +146,10 @@ class SimulatedEngine:
         await self._stop()
         await self._start()
 
+    async def die(self) -> None:
+        """Reset every connection and listen no more, as a process does that is killed, until `restart`."""
+        await self._stop()
+
     async def refuse(self) -> None:
         """Stop listening, so that new connections are refused; open ones go on."""
         for site in tuple(_started(self._runner).sites):
