@@ -23,6 +23,8 @@ CACHE_BLIND = frozenset({"round-robin", "random", "least-loaded", "power-of-two"
 
 Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(ge=0)]
+Text = Annotated[str, Meta(min_length=1)]
+Token = Annotated[str, Meta(pattern=r"^[!-~]{16,}$")]
 
 
 class KvSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,23 +92,22 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ()
     api_keys_file: Annotated[
-        str | None, Meta(min_length=1, description="File of such keys, one to a line; read again when it changes, and on SIGHUP.")
+        Text | None, Meta(description="File of such keys, one to a line; read again when it changes, and on SIGHUP.")
     ] = None
     tls_cert: Annotated[
-        str | None,
-        Meta(min_length=1, description="PEM file of the certificate and its chain to serve HTTPS with; read again when it changes."),
+        Text | None,
+        Meta(description="PEM file of the certificate and its chain to serve HTTPS with; read again when it changes, and on SIGHUP."),
     ] = None
-    tls_key: Annotated[str | None, Meta(min_length=1, description="PEM file of its key, where that is not in `tls_cert` too.")] = None
+    tls_key: Annotated[Text | None, Meta(description="PEM file of its key, where that is not in `tls_cert` too.")] = None
     admin_token: Annotated[
-        str | None,
+        Token | None,
         Meta(
-            pattern=r"^[!-~]{16,}$",
             description="Opens the admin API, and is what its callers must give. Better in the environment or in `admin_token_file`.",
             extra={"secret": True},
         ),
     ] = None
     admin_token_file: Annotated[
-        str | None, Meta(min_length=1, description="File that holds the admin token; read again when it changes, and on SIGHUP.")
+        Text | None, Meta(description="File that holds the admin token; read again when it changes, and on SIGHUP.")
     ] = None
     admin_host: Annotated[str, Meta(min_length=1, description="Address that the admin API listens on.")] = "127.0.0.1"
     admin_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the admin API; 0 takes a free one and prints it.")] = 8081
@@ -168,7 +169,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             read_keys(self.api_key, "item")
         except BadKeys as error:
-            yield Complaint("api_key", str(error))
+            yield Complaint("api_key", f"({error})")  # in brackets: what follows `api-key:` is taken for a key, and masked
         if self.admin_token is not None and self.admin_token_file is not None:
             yield Complaint("admin_token_file", "`admin_token` is given too; there is one admin token")
         if self.has_admin and self.admin_port == self.port != 0:

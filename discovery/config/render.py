@@ -48,7 +48,7 @@ def _section(loaded: Loaded[S], path: tuple[str, ...], members: list[Option]) ->
         value: object = loaded.settings
         for name in option.path:
             value = getattr(value, name)
-        shown = MASK if option.secret and value is not None else value
+        shown = MASK if option.secret and value != option.default else value
         source = loaded.sources.get(option.key, "default")
         yield f"# {option.path[-1]} is not set" if shown is None else f"{option.path[-1]} = {to_toml(shown)}  # {source}"
 
