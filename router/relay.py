@@ -53,6 +53,7 @@ HOP_BY_HOP: Final = frozenset(
 NOT_PASSED_BACK: Final = HOP_BY_HOP | {REQUEST_ID}
 """The request's id is given by the router, whatever the engine calls it."""
 _OF_THE_BODY: Final = frozenset({b"content-type", b"content-length", b"content-encoding", b"content-language", b"etag", b"last-modified"})
+_EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _TAG: Final = re.compile(r"<[^>]*>")
 
 
@@ -64,6 +65,7 @@ class Relay:
         "_extra_headers",
         "_held",
         "_held_bytes",
+        "_last",
         "_on_first_token",
         "_passing",
         "_scanner",
@@ -93,6 +95,8 @@ class Relay:
         """The client has the head, and gets every piece as it comes."""
         self._held: list[bytes] = []
         self._held_bytes = 0
+        self._last = b""
+        """The piece passed on last."""
         self._unfinished = b""
         """The beginning of a line of events."""
         self._streamed = False
@@ -103,6 +107,8 @@ class Relay:
 
     def head(self, head: ResponseHead) -> None:
         """Take the answer for the client, or hold it."""
+        if head.status == 101 and not self.exchange.upgrade:
+            return  # `switched` refuses it
         self.head_seen = head
         if head.status == 101:
             return  # `switched` follows
@@ -122,6 +128,7 @@ class Relay:
             data = self._whole_lines(data)
             if not data:
                 return
+        self._last = data
         self.exchange.write(data)
         if self._scanner.feed(data):
             self._first_token()
@@ -141,7 +148,7 @@ class Relay:
 
     def switched(self, transport: asyncio.Transport, first: bytes) -> bool:
         """The engine has agreed to a WebSocket: join the two sockets, if the client asked for it."""
-        if self.head_seen is None or not self.exchange.upgrade:
+        if self.head_seen is None:
             return False
         self.accepted = True
         headers = [(name, value) for name, value in self.head_seen.headers if name == b"upgrade" or name not in NOT_PASSED_BACK]
@@ -234,7 +241,8 @@ class Relay:
         """Tell a streaming client in the stream, then end the connection improperly: it must not look complete."""
         if self._streamed and self._scanner is not None:  # else it is compressed, and a plain event would be noise in it
             verdict = judge(Attempt(error, client_bytes=1))
-            self.exchange.write(b"\n" + error_event(self.exchange.path, verdict.status, f"the answer broke off: {error}", verdict.code))
+            within = b"" if self._last.endswith(_EVENT_ENDS) else b"\n"
+            self.exchange.write(within + error_event(self.exchange.path, verdict.status, f"the answer broke off: {error}", verdict.code))
         self.exchange.abort()
 
     def _pass_unread(self, data: bytes) -> None:

@@ -141,6 +141,23 @@ async def ask(url: str, request: bytes, method: str = "POST") -> Reply:
         return await client.answer(method)
 
 
+def request(path: str, body: bytes = b"", *headers: str, method: str = "POST") -> bytes:
+    """A whole request; `headers` are whole lines."""
+    lines = [f"{method} {path} HTTP/1.1", "host: router", f"content-length: {len(body)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def websocket(path: str) -> bytes:
+    """A request for a WebSocket."""
+    headers = ["connection: Upgrade", "upgrade: websocket", "sec-websocket-version: 13", "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ=="]
+    return "\r\n".join([f"GET {path} HTTP/1.1", "host: router", *headers]).encode() + b"\r\n\r\n"
+
+
+def port_of(url: str) -> int:
+    """The port of a URL on this machine."""
+    return int(url.rpartition(":")[2])
+
+
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -176,6 +193,8 @@ class Request(msgspec.Struct):
 
     head: bytes
     body: bytes
+    rest: asyncio.StreamReader | None = None
+    """What comes behind it: of a WebSocket, or where bodies are not read."""
 
     @property
     def line(self) -> bytes:
