@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from router.exchange import Headers
+Headers = list[tuple[bytes, bytes]]
 
 REQUEST_ID: Final = b"x-request-id"
 TRACE_HEADERS: Final = frozenset({REQUEST_ID, b"traceparent", b"tracestate"})
