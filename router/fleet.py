@@ -51,6 +51,7 @@ class Member:
         After it has been left alone for being full, it begins with as many as it had then, at least one, and more with every second:
         those who wait for it must not fall upon it all at once.
 
+        >>> from engines.types import EngineSpec
         >>> member = Member(EngineInfo("http://a:1", EngineSpec("http://a:1"), EngineKind.VLLM, "1", ()))
         >>> member.refused(100.0, 5.0, in_flight=3)
         >>> [member.room(now, 1000) for now in (105.0, 106.0, 107.0, 110.0)]

@@ -83,6 +83,7 @@ class Tries:
         for the client.
         """
         self.verdict = verdict
+        self.repeats += verdict.repeats
         if not isinstance(attempt.failure, Answered):
             self.without.add(engine)
             return

@@ -1,12 +1,15 @@
 import doctest
+import errno
 
 import pytest
 
-from engines.errors import EngineBroken, EngineClosed, EngineError, EngineTimeout, EngineUnreachable, NotAnEngine
+from engines.errors import EngineBroken, EngineClosed, EngineConnectTimeout, EngineError, EngineTimeout, EngineUnreachable, NotAnEngine
 from router import retry as module
 from router.retry import MAX_COOL_DOWN_S, Answered, Attempt, ClientLeft, End, Next, Verdict, judge
 
 UNREACHABLE = EngineUnreachable("refused")
+NO_SOCKET = EngineUnreachable("too many open files", number=errno.EMFILE)
+NO_CONNECTION = EngineConnectTimeout(5.0)
 CLOSED = EngineClosed("reset")
 NO_HEAD = EngineTimeout("response head", 600.0)
 SILENT = EngineTimeout("stream", 300.0)
@@ -22,6 +25,8 @@ def test_the_example_in_its_text_is_true() -> None:
     ("attempt", "then", "end", "status", "blames"),
     [
         (Attempt(UNREACHABLE), Next.ELSEWHERE, End.ERROR, 502, True),
+        (Attempt(NO_CONNECTION), Next.ELSEWHERE, End.ERROR, 502, True),
+        (Attempt(NO_SOCKET), Next.ELSEWHERE, End.ERROR, 502, False),
         (Attempt(UNREACHABLE, repeats=5), Next.ELSEWHERE, End.ERROR, 502, True),
         (Attempt(CLOSED), Next.ELSEWHERE, End.ERROR, 502, True),
         (Attempt(CLOSED, reused=True), Next.SAME_ENGINE, End.ERROR, 502, False),
