@@ -47,20 +47,23 @@ async def serving(*flags: str, log: Path, **environ: str) -> AsyncIterator[tuple
 
 async def test_one_variable_opens_the_admin_api_and_engines_can_be_named_there_alone(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    async with fleet(1) as (engine,), aiohttp.ClientSession() as session:
-        async with serving("--admin-port", "0", log=log, COMMUTATOR_ADMIN_TOKEN=TOKEN) as (_, told):
-            admin = told["admin"] + "/admin/engines"
-            headers = {"authorization": f"Bearer {TOKEN}"}
-            async with session.get(admin, headers=headers) as listed:
-                assert await listed.json() == {"engines": []}
-            async with session.post(admin, json={"url": engine.url}, headers=headers) as added:
-                assert added.status == 201
+    async with (
+        fleet(1) as (engine,),
+        aiohttp.ClientSession() as session,
+        serving("--admin-port", "0", log=log, COMMUTATOR_ADMIN_TOKEN=TOKEN) as (_, told),
+    ):
+        admin = told["admin"] + "/admin/engines"
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        async with session.get(admin, headers=headers) as listed:
+            assert await listed.json() == {"engines": []}
+        async with session.post(admin, json={"url": engine.url}, headers=headers) as added:
+            assert added.status == 201
 
-            async def ready() -> bool:
-                async with session.get(told["url"] + "/ready") as answer:
-                    return answer.status == 200
+        async def ready() -> bool:
+            async with session.get(told["url"] + "/ready") as answer:
+                return answer.status == 200
 
-            await until(ready, what="the engine serves")
+        await until(ready, what="the engine serves")
     assert TOKEN not in log.read_text()
 
 
