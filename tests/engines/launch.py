@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ import httpx
 from tests.engines import environments
 from tests.engines.programs import Ports, Program
 
+LEASH = Path(__file__).with_name("leash.py")
 READY_DEADLINE_S = 300.0
 """An engine alone on two quiet cores is ready in 25 (vLLM) or 45 s (SGLang); three times that was seen beside other work."""
 POLL_S = 0.2
@@ -86,9 +88,9 @@ class RealEngine:
         command = [str(part) for part in self.program.command(self.program.setup, self._ports)]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-I", LEASH, *command],
                 env=environments.clean_environment() | self.program.environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # held open: see the leash
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.log.parent,
@@ -127,7 +129,10 @@ class RealEngine:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.communicate()
+        end = time.monotonic() + STOP_GRACE_S
+        while self._members() and time.monotonic() < end:
+            time.sleep(0.01)  # noqa: TID251  whoever is killed is gone a moment later, and nothing tells us but looking
         self._process = None
 
     def restart(self) -> None:
@@ -136,7 +141,11 @@ class RealEngine:
         self.start()
 
     def __enter__(self) -> Self:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -174,12 +183,16 @@ class RealEngine:
         """Proportional memory of the process tree now."""
         if self._process is None:
             return 0.0
-        pages = [stat.parent for stat in Path("/proc").glob("[0-9]*/stat") if _group_of(stat) == self._process.pid]
-        return sum(_proportional_kb(process) for process in pages) / 1024
+        return sum(map(_proportional_kb, self._members())) / 1024
 
     def log_tail(self, lines: int = 60) -> str:
         """The end of what the engine wrote."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _members(self) -> list[Path]:
+        """The process group, as folders of /proc."""
+        assert self._process is not None
+        return [stat.parent for stat in Path("/proc").glob("[0-9]*/stat") if _group_of(stat) == self._process.pid]
 
     def _answers(self, path: str) -> bool:
         try:
@@ -217,11 +230,13 @@ def _hold_port() -> socket.socket:
     return held
 
 
-def _group_of(stat: Path) -> int:
+def _group_of(stat: Path) -> int | None:
+    """The process group of a process that lives."""
     try:
-        return int(stat.read_text().rpartition(")")[2].split()[2])
+        state, _, group, *_ = stat.read_text().rpartition(")")[2].split()
     except OSError:
-        return -1
+        return None
+    return None if state == "Z" else int(group)
 
 
 def _proportional_kb(process: Path) -> int:
