@@ -11,7 +11,7 @@ import msgspec
 from tests.bench.processes import BenchError
 
 SCRIPT = Path(__file__).with_name("chat.lua")
-PROMPT_WORDS = 600
+PROMPT_WORDS = 330
 """About 1,600 tokens of the simulator's tokenizer."""
 
 

@@ -94,7 +94,7 @@ async def streamed(place: Place, contender: Contender, seconds: float, seed: int
     lasts_s = WARM_S + seconds + 1  # longer than is measured: no stream begins or ends meanwhile
     await plan(place, Plan(chunks=int(2 * lasts_s / CHUNK_EVERY_S), gap_s=CHUNK_EVERY_S))
     async with asyncio.TaskGroup() as group:
-        load = Load(connections=400, words=50, ends=False)
+        load = Load(connections=400, words=20, ends=False)
         putting = group.create_task(put(load, contender.url, place.upstream.model, lasts_s, seed))
         await asyncio.sleep(WARM_S)
         others = Others()
@@ -117,9 +117,9 @@ async def first_byte(place: Place, contender: Contender, seconds: float, seed: i
     await plan(place, Plan(chunks=1))
     found = {}
     for column, load in {
-        "p50_us_at_1": Load(connections=1, words=100),
-        "p50_us_at_64": Load(connections=64, words=100, pause_ms=80),
-        "p50_us_at_64_saturated": Load(connections=64, words=100),
+        "p50_us_at_1": Load(connections=1, words=20),
+        "p50_us_at_64": Load(connections=64, words=20, pause_ms=80),
+        "p50_us_at_64_saturated": Load(connections=64, words=20),
     }.items():
         found[column] = (await put(load, contender.url, place.upstream.model, max(1.0, seconds / 2), seed)).p50_us
     return found
@@ -132,7 +132,7 @@ async def routed(place: Place, contender: Contender, seconds: float, seed: int) 
 
 async def routed_shared(place: Place, contender: Contender, seconds: float, seed: int) -> Measured:
     """The same, but the first 1,200 tokens are one of eight beginnings."""
-    return await _routed(place, contender, seconds, seed, Load(connections=16, shared_words=450))
+    return await _routed(place, contender, seconds, seed, Load(connections=16, shared_words=250))
 
 
 async def _routed(place: Place, contender: Contender, seconds: float, seed: int, load: Load) -> Measured:
@@ -166,7 +166,7 @@ ROWS = {
         ),
         Row(
             "first-byte",
-            "round-robin, time to first byte, prompts of 100 words",
+            "round-robin, time to first byte, short prompts",
             (direct, *PROXIES),
             first_byte,
             {"p50_us_at_64": {"vllm-router": 0.7, "sglang-router": 0.7}},
