@@ -122,6 +122,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  asyncio's signature
         """The client has left: whatever is being done for it is cancelled."""
         self.closed = True
+        self._parser = None  # it holds us; without this cycle, everything is freed at once
         self._server.connections.discard(self)
         self._waiting.clear()
         if self.current is not None and self.current.task is not None:
@@ -214,6 +215,8 @@ class ClientConnection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         """A piece of the body."""
+        if self._deaf:
+            return
         self._body.append(data)
         self._body_bytes += len(data)
         if self._body_bytes > self._server.max_body_bytes:
@@ -222,7 +225,6 @@ class ClientConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """A request is whole."""
         if self._deaf:
-            self._body = []
             return
         parser = self._parser
         method = parser.get_method().decode("ascii")
@@ -401,6 +403,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._deaf = True
         self.receiving = False
+        self._body = []
         self._refusal = (self._url if status != 431 else b"", status, message)
         self._server.refused(status)
         if self.current is None and not self._waiting:

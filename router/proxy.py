@@ -134,6 +134,7 @@ class Proxy:
             exchange.error(500, str(error), "policy_error")
         finally:
             self._conclude(exchange, trip)
+            trip.relay = None  # it can call back to this trip: without this cycle, body and answer are freed at once
 
     async def _try_engines(self, exchange: Exchange, trip: Trip, asked: Asked) -> None:
         """Send to one engine after another until the client has an answer."""
