@@ -122,7 +122,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  asyncio's signature
         """The client has left: whatever is being done for it is cancelled."""
         self.closed = True
-        self._parser = None  # it holds us; without this cycle, everything is freed at once
+        del self._parser  # it holds us; without this cycle, everything is freed at once
         self._server.connections.discard(self)
         self._waiting.clear()
         if self.current is not None and self.current.task is not None:

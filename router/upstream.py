@@ -203,7 +203,7 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The engine closed, or the network did."""
-        self._parser = None  # it holds us; without this cycle, everything is freed at once
+        del self._parser  # it holds us; without this cycle, everything is freed at once
         if not self.closed:
             self.closed = True
             self._pool.forget(self)

@@ -4,7 +4,7 @@ async with RawEngine(script) as engine, routing([engine.url], policy="round-robi
     ...
 
 The script is called with each POST (and each WebSocket), read whole unless `read_bodies` is False; what it writes is the answer. It
-returns to keep the connection, and raises `Hang` to say nothing more until the router leaves.
+returns to keep the connection, and raises `Close` or `Reset` to end it, or `Hang` to say nothing more until the router leaves.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ DONE = b"data: [DONE]\n\n"
 
 class Hang(Exception):
     """Nothing more is said on this connection."""
+
+
+class Close(Exception):
+    """This connection is closed, once what was written has been sent."""
 
 
 class Reset(Exception):
@@ -86,9 +90,11 @@ class RawEngine:
         self._tasks.add(task)
         self.connections += 1
         try:
+            answered = 0
             while True:
-                async with asyncio.timeout(self._keep_alive_s):
+                async with asyncio.timeout(self._keep_alive_s if answered else None):  # as servers do: a new connection may take its time
                     request = await read_head(reader)
+                answered += 1
                 if request.line.startswith(b"GET ") and request.header("upgrade") is None:
                     writer.write(self._about(request.line.split(b" ")[1]))
                     continue
@@ -96,7 +102,7 @@ class RawEngine:
         except Reset:
             reset_when_closed(writer.get_extra_info("socket"))
             writer.transport.abort()
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        except (Close, OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
             self._tasks.discard(task)
@@ -113,13 +119,11 @@ class RawEngine:
         leaving = asyncio.ensure_future(reader.read(1)) if watched else None  # noqa: TID251
         try:
             await asyncio.wait([script, leaving] if leaving else [script], return_when=asyncio.FIRST_COMPLETED)
-            if not script.done():
-                self.left += 1
-                raise ConnectionResetError("the router has left")
-            if isinstance(script.exception(), Hang):
+            if script.done() and isinstance(script.exception(), Hang):
                 await (leaving or reader.read())
+            if not script.done() or isinstance(script.exception(), Hang | ConnectionError):
                 self.left += 1
-                raise ConnectionResetError("the router has left")
+                raise Close
             script.result()
         finally:
             self.answering -= 1
@@ -182,6 +186,7 @@ def streaming(events: list[bytes], *, gap_s: float = 0.0, end: bytes = chunk(b""
         writer.write(SSE)
         for event in events:
             writer.write(chunk(event))
+            await writer.drain()
             await asyncio.sleep(gap_s)
         writer.write(end)
 

@@ -15,7 +15,7 @@ import pytest
 from engines.types import EngineKind, EngineSpec
 from router.routes import INFERENCE
 from tests.raw import Request, port_of, request, talking
-from tests.raw_engine import DONE, SSE, RawEngine, answering, chunk, token, whole
+from tests.raw_engine import DONE, SSE, Close, RawEngine, answering, chunk, token, whole
 from tests.rig import fleet, routing
 from tests.tcp_relay import TcpRelay
 
@@ -241,7 +241,7 @@ async def test_C2_a_messages_stream_that_breaks_off_says_so_as_that_api_does() -
     async def script(_: Request, writer: asyncio.StreamWriter) -> None:
         writer.write(SSE + chunk(begun) + chunk(b"event: content_bl"))
         await asyncio.sleep(0.05)
-        raise ConnectionResetError
+        raise Close
 
     async with RawEngine(script) as engine, routing([engine.url]) as router, talking(port_of(router.url)) as client:
         await client.send(request("/v1/messages", STREAM))
