@@ -1,4 +1,4 @@
-"""Given every candidate's cost, which one is taken? The cheapest; equals at random; or a draw with odds by cost."""
+"""Given every candidate's cost, which one is taken? The cheapest; of equals, the longest unassigned; or a draw with odds by cost."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ TIE = 1e-9
 every router of a fleet to the same engine."""
 
 
-def lowest(costs: Sequence[float], rng: random.Random) -> int:
-    """The position of the lowest cost, drawn evenly among equals. Runtime complexity: O(len(costs)).
+def lowest(costs: Sequence[float], last_assigned: Sequence[int], rng: random.Random) -> int:
+    """The position of the lowest cost; among equals, of the smallest `last_assigned`; among those, one drawn evenly.
 
-    >>> lowest([3.0, 1.0, 2.0], random.Random(0))
-    1
+    Prompts that share nothing and come one at a time find every engine idle and equal. Drawn evenly, 12 of them would overfill one of
+    two caches with room for 7 in two runs of five; in turns they divide. Routers of a fleet do not move in step: each takes turns in
+    its own order. Runtime complexity: O(len(costs)).
+
+    >>> lowest([3.0, 1.0, 1.0], [0, 7, 4], random.Random(0))
+    2
     """
     least = min(costs)
     limit = least if math.isinf(least) else least + TIE * max(1.0, abs(least))
     equals = [position for position, cost in enumerate(costs) if cost <= limit]
-    return equals[0] if len(equals) == 1 else rng.choice(equals)
+    if len(equals) == 1:
+        return equals[0]
+    longest = min(last_assigned[position] for position in equals)
+    waiting = [position for position in equals if last_assigned[position] == longest]
+    return waiting[0] if len(waiting) == 1 else rng.choice(waiting)
 
 
 def sample(costs: Sequence[float], temperature: float, rng: random.Random) -> int:
@@ -36,6 +44,6 @@ def sample(costs: Sequence[float], temperature: float, rng: random.Random) -> in
     """
     least = min(costs)
     if math.isinf(least):
-        return lowest(costs, rng)
+        return lowest(costs, [0] * len(costs), rng)
     odds = [math.exp((least - cost) / temperature) for cost in costs]
     return rng.choices(range(len(costs)), odds)[0]

@@ -54,7 +54,10 @@ class Scheduler:
         if not candidates:
             raise NoCandidate(request.model, rejected)
         costs = self._costs(request, candidates, Context(now, self._rng))
-        position = sample(costs, self.temperature, self._rng) if self.temperature > 0 else lowest(costs, self._rng)
+        if self.temperature > 0:
+            position = sample(costs, self.temperature, self._rng)
+        else:
+            position = lowest(costs, [candidate.load.last_assigned for candidate in candidates], self._rng)
         chosen = candidates[position]
         scores = tuple(map(Scored, candidates, costs))
         reason = reason_for(request, scores, chosen) if self.uses_cache else Reason.POLICY

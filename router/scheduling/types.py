@@ -128,7 +128,7 @@ class Policy(Protocol):
     """
 
     def score(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> Sequence[float]:
-        """Cost of each candidate, in their order; the lowest wins, ties are broken at random."""
+        """Cost of each candidate, in their order; the lowest wins; of equals, the one longest without a request."""
         ...
 
 

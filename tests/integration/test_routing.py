@@ -171,6 +171,12 @@ async def test_R36_equal_prompts_that_arrive_while_the_first_is_prefilling_do_no
         assert {answer.reason for answer in answers} == {"no_shared_prefix", "in_flight"}
 
 
+async def test_prompts_that_share_nothing_divide_evenly_over_idle_engines() -> None:
+    async with fleet(2) as engines, routing(engines) as router:
+        homes = [(await router.chat(prompt(f"p{number}-"))).engine for number in range(12)]
+        assert [homes.count(engine.url) for engine in engines] == [6, 6]
+
+
 async def test_C3_models_are_listed_once_and_requests_go_only_where_the_model_is() -> None:
     async with (
         fleet(1, served_model_name="a,b") as (ab,),

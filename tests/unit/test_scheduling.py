@@ -41,8 +41,14 @@ def test_the_examples_in_the_texts_are_true(module: ModuleType) -> None:
 
 def test_the_lowest_cost_wins() -> None:
     rng = random.Random(1)
-    assert {lowest([3.0, -1.0, 2.0, math.inf], rng) for _ in range(50)} == {1}
-    assert lowest([math.inf], rng) == 0
+    assert {lowest([3.0, -1.0, 2.0, math.inf], [1, 9, 2, 0], rng) for _ in range(50)} == {1}
+    assert lowest([math.inf], [3], rng) == 0
+
+
+def test_of_equals_the_one_longest_without_a_request_wins() -> None:
+    rng = random.Random(1)
+    assert {lowest([1.0, 1.0, 1.0, 2.0], [5, 3, 4, 0], rng) for _ in range(50)} == {1}
+    assert {lowest([1.0, 1.0, 1.0], [5, 3, 3], rng) for _ in range(50)} == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,7 @@ def test_the_lowest_cost_wins() -> None:
 )
 def test_R22_costs_that_differ_by_rounding_are_drawn_evenly(costs: list[float], winners: set[int]) -> None:
     rng = random.Random(1)
-    drawn = Counter(lowest(costs, rng) for _ in range(600))
+    drawn = Counter(lowest(costs, [0] * len(costs), rng) for _ in range(600))
     assert set(drawn) == winners
     assert max(drawn.values()) - min(drawn.values()) < 100 or len(winners) == 1
 
