@@ -102,7 +102,7 @@ def vllm_router(policy: str) -> Start:
         command += ["--prometheus-port", str(free_port()), "--policy", policy, "--max-concurrent-requests", "4096"]
         command += ["--worker-urls", *place.upstream.urls]
         if policy == "kv_aware":
-            # It can also ask workers for their sources, but this release then matches nothing of what they publish.
+            # Told, not found out: asking these workers itself, this release found none of their blocks (every look-up a miss).
             command += ["--kv-event-block-size", "16", "--kv-event-model", place.upstream.model]
             for engine in place.upstream.engines:
                 command += ["--kv-event-source", f"{engine.url}={engine.events}"]
