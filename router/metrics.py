@@ -68,6 +68,8 @@ class Metrics:
             registry=self.registry,
         )
         self._timeouts = Counter("router_timeouts_total", "Engines that took too long, by what for.", ("stage",), registry=self.registry)
+        for stage in ("connect", "response_head", "idle_stream"):
+            self._timeouts.labels(stage)  # there from the start, so that a rate can be taken of the first one
         self._admission_wait = Histogram(
             "router_admission_wait_seconds",
             "Time that requests waited for room which were let in after waiting.",

@@ -206,7 +206,7 @@ class Proxy:
         """The client has an engine's whole answer, whatever it says."""
         trip.failure = ""
         head = trip.relay.head_seen if trip.relay is not None else None
-        if head is not None and judge(Attempt(Answered(head.status))).blames_engine:
+        if head is not None and head.status >= 400 and judge(Attempt(Answered(head.status))).blames_engine:
             self._suspect(choice.endpoint.engine)
 
     def _hold_against(self, choice: Choice, attempt: Attempt, verdict: Verdict) -> str:
@@ -223,7 +223,7 @@ class Proxy:
         match attempt.failure:
             case EngineTimeout(stage=stage) | EngineConnectTimeout(stage=stage):
                 self._metrics.timed_out(stage)
-                return f"{attempt.failure} ({TIMEOUT_SETTINGS[stage]})"
+                return f"{attempt.failure} ({TIMEOUT_SETTINGS.get(stage, stage)})"
             case EngineError() as failure:
                 return str(failure)
             case _:
