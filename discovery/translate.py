@@ -46,6 +46,17 @@ class _Copies:
         self.again: dict[BlockHash, int] = {}
         """Copies beyond the first; absent when there is one, as there nearly always is."""
 
+    def drop_one(self, name: BlockHash) -> bool:
+        """Take one copy away, unless it is the last; whether it was not."""
+        more = self.again.get(name)
+        if more is None:
+            return False
+        if more == 1:
+            del self.again[name]
+        else:
+            self.again[name] = more - 1
+        return True
+
 
 class Translator:
     """The state of one (engine, rank); methods that change it return the operations that tell others of the change.
@@ -106,17 +117,23 @@ class Translator:
     def apply(self, events: Iterable[KvEvent]) -> list[Op]:
         """Take in what happened, in order. Returns what changed: runs of one kind and tier are joined. O(tokens + hashes)."""
         runs: list[_Run] = []
+        removed: list[Removed] = []
         for event in events:
+            if removed and not (isinstance(event, Removed) and event.tier is removed[0].tier and event.group == removed[0].group):
+                self._remove(removed, runs)
+                removed = []
             match event:
                 case Stored():
                     self._store(event, runs)
                 case Removed():
-                    self._remove(event, runs)
+                    removed.append(event)  # vLLM sends one event per block: neighbours are dealt with at once
                 case Cleared():
                     if self._forget():
                         runs.append(_Run(None, Tier.DEVICE))
                 case Skipped():
                     self._skip(event)
+        if removed:
+            self._remove(removed, runs)
         return [run.op() for run in runs]
 
     def clear(self) -> list[Op]:
@@ -174,35 +191,33 @@ class Translator:
             return key
         return next((copies.keys[name] for copies in self._copies.values() if name in copies.keys), None)
 
-    def _remove(self, event: Removed, runs: list[_Run]) -> None:
-        if event.group in self._partial_groups:
-            self.skipped[SkipReason.NOT_FULL_ATTENTION] += 1
+    def _remove(self, events: list[Removed], runs: list[_Run]) -> None:
+        """Take out blocks of one tier and group."""
+        tier, group = events[0].tier, events[0].group
+        if group in self._partial_groups:
+            self.skipped[SkipReason.NOT_FULL_ATTENTION] += len(events)
             return
-        copies = self._copies.get((event.tier, event.group))
+        hashes = [name for event in events for name in event.hashes]
+        copies = self._copies.get((tier, group))
         if copies is None:
-            self._unknown_removals += len(event.hashes)
+            self._unknown_removals += len(hashes)
             return
-        names, again, holders, gone = copies.keys, copies.again, self._holders[event.tier], []
-        for name in event.hashes:
-            if again and (more := again.get(name)):
-                if more == 1:
-                    del again[name]
-                else:
-                    again[name] = more - 1
-                continue
+        names, holders, gone = copies.keys, self._holders[tier], []
+        if copies.again:
+            hashes = [name for name in hashes if not copies.drop_one(name)]
+        for name in hashes:
             key = names.pop(name, None)
             if key is None:
                 self._unknown_removals += 1
                 continue
-            count = holders[key]
+            count = holders.pop(key)
             if count == 1:
-                del holders[key]
                 gone.append(key)
             else:
                 holders[key] = count - 1
         if not names:
-            del self._copies[event.tier, event.group]
-        self._changed(Remove, event.tier, gone, runs)
+            del self._copies[tier, group]
+        self._changed(Remove, tier, gone, runs)
 
     def _skip(self, event: Skipped) -> None:
         self.skipped[event.reason] += 1
