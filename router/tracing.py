@@ -9,7 +9,6 @@ and never begun: whether to trace is its client's decision, and without one the 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Final
 
@@ -23,7 +22,11 @@ MAX_ID_BYTES: Final = 128
 _ID_BYTES: Final = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.:@/+=~-"
 _NOT_IN_ID: Final = b"___"
 """How vLLM's P2P connector writes addresses into an id."""
-_PARENT: Final = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_VERSION: Final = b"00"
+_LENGTH, _TRACE_AT, _SPAN_AT, _SPAN_END = 55, 3, 36, 52
+"""Of a parent: `00-` trace `-` span `-` flags."""
+_HEX: Final = b"0123456789abcdef"
+_DASH: Final = ord("-")
 _NO_TRACE: Final = b"0" * 32
 _NO_SPAN: Final = b"0" * 16
 
@@ -31,7 +34,7 @@ _NO_SPAN: Final = b"0" * 16
 class Trace:
     """One request's id, and its place in a trace."""
 
-    __slots__ = ("lines", "request_id", "span_id", "trace_id")
+    __slots__ = ("_parent", "_span", "lines", "request_id")
 
     def __init__(self, headers: Headers, bits: Callable[[int], int]) -> None:
         """Read a request's headers; `bits(n)` gives n random bits, for an id where the client gives none that is usable, and for the span."""
@@ -45,22 +48,32 @@ class Trace:
                 else:
                     state = value if state is None else state + b"," + value
         self.request_id = request_id if request_id is not None and _is_usable(request_id) else b"%032x" % bits(128)
-        self.trace_id = self.span_id = b""
+        self._parent = None if parent is None else _as_known(parent)
+        self._span = 0
         self.lines = b"x-request-id: %b\r\n" % self.request_id
         """Header lines for the engine."""
-        if parent is not None and (found := _parse(parent)) is not None:
-            self.trace_id, flags = found
-            self.span_id = b"%016x" % (bits(64) or 1)
-            self.lines += b"traceparent: 00-%b-%b-%b\r\n" % (self.trace_id, self.span_id, flags)
+        if self._parent is not None:
+            self._span = bits(64) or 1
+            self.lines += b"traceparent: %b%016x%b\r\n" % (self._parent[:_SPAN_AT], self._span, self._parent[_SPAN_END:])
             if state is not None:
                 self.lines += b"tracestate: %b\r\n" % state
+
+    @property
+    def trace_id(self) -> str:
+        """The trace that the client began; empty when it did not."""
+        return "" if self._parent is None else self._parent[_TRACE_AT : _SPAN_AT - 1].decode("ascii")
+
+    @property
+    def span_id(self) -> str:
+        """The router's part of it; empty when there is none."""
+        return "" if self._parent is None else f"{self._span:016x}"
 
     @property
     def fields(self) -> dict[str, str]:
         """What a log line says of it."""
         fields = {"request_id": self.request_id.decode("ascii")}
-        if self.trace_id:
-            fields |= {"trace_id": self.trace_id.decode("ascii"), "span_id": self.span_id.decode("ascii")}
+        if self._parent is not None:
+            fields |= {"trace_id": self.trace_id, "span_id": self.span_id}
         return fields
 
 
@@ -68,14 +81,17 @@ def _is_usable(request_id: bytes) -> bool:
     return 0 < len(request_id) <= MAX_ID_BYTES and not request_id.translate(None, _ID_BYTES) and _NOT_IN_ID not in request_id
 
 
-def _parse(parent: bytes) -> tuple[bytes, bytes] | None:
-    """Trace id and flags; None when it is not valid. Of a later version, what this one knows is read, as the standard says."""
-    found = _PARENT.match(parent)
-    if found is None:
+def _as_known(parent: bytes) -> bytes | None:
+    """A parent as version 00 writes it; None when it is not valid. Of a later version, what this one knows is read, as W3C says."""
+    if len(parent) > _LENGTH and parent[:2] != _VERSION and parent[_LENGTH : _LENGTH + 1] == b"-":
+        parent = parent[:_LENGTH]
+    if (
+        len(parent) != _LENGTH
+        or parent.translate(None, _HEX) != b"---"
+        or not parent[2] == parent[_SPAN_AT - 1] == parent[_SPAN_END] == _DASH
+        or parent[:2] == b"ff"
+        or parent[_TRACE_AT : _SPAN_AT - 1] == _NO_TRACE
+        or parent[_SPAN_AT:_SPAN_END] == _NO_SPAN
+    ):
         return None
-    version, trace_id, span_id, flags = found.groups()
-    if trace_id == _NO_TRACE or span_id == _NO_SPAN or version == b"ff":
-        return None
-    if len(parent) > found.end() and (version == b"00" or parent[found.end()] != ord("-")):
-        return None
-    return trace_id, flags
+    return parent if parent[:2] == _VERSION else _VERSION + parent[2:]
