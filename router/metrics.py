@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.routes import INFERENCE
 from router.scheduling.types import Decision
+from router.tally import Count, Distribution
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -45,60 +46,42 @@ class _Readings(Collector):
             yield family
 
 
+class _Tallies(Collector):
+    def __init__(self, tallies: Sequence[Count | Distribution]) -> None:
+        self._tallies = tallies
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        for tally in self._tallies:
+            yield from tally.collect()
+
+
 class Metrics:
     """The router's own series."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # it would double the page, and nothing reads them
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "router_requests_total",
-            "Requests by route and status as the client saw it (499: it left).",
-            ("route", "status"),
-            registry=self.registry,
+        self._requests = Count("router_requests", "Requests by route and status as the client saw it (499: it left).", ("route", "status"))
+        self._decisions = Count("router_decisions", "Routing decisions by policy and reason.", ("policy", "reason"))
+        self._retries = Count("router_retries", "Requests sent again, by what had failed.", ("failure",))
+        self._broken = Count("router_broken_answers", "Answers that broke off after they had begun, by what had failed.", ("failure",))
+        self._timeouts = Count("router_timeouts", "Engines that took too long, by what for.", ("stage",))
+        self._timeouts.start(("connect",), ("response_head",), ("idle_stream",))
+        self._admission_wait = Distribution(
+            "router_admission_wait_seconds", "Time that requests waited for room which were let in after waiting.", WAIT_BUCKETS_S
         )
-        self._decisions = Counter(
-            "router_decisions_total", "Routing decisions by policy and reason.", ("policy", "reason"), registry=self.registry
+        self._ttft = Distribution(
+            "router_time_to_first_token_seconds", "From the request's last byte to the first token of a streamed answer.", TTFT_BUCKETS_S
         )
-        self._retries = Counter("router_retries_total", "Requests sent again, by what had failed.", ("failure",), registry=self.registry)
-        self._broken = Counter(
-            "router_broken_answers_total",
-            "Answers that broke off after they had begun, by what had failed.",
-            ("failure",),
-            registry=self.registry,
+        self._duration = Distribution(
+            "router_request_duration_seconds", "From the request's last byte to the answer's.", DURATION_BUCKETS_S
         )
-        self._timeouts = Counter("router_timeouts_total", "Engines that took too long, by what for.", ("stage",), registry=self.registry)
-        for stage in ("connect", "response_head", "idle_stream"):
-            self._timeouts.labels(stage)  # there from the start, so that a rate can be taken of the first one
-        self._admission_wait = Histogram(
-            "router_admission_wait_seconds",
-            "Time that requests waited for room which were let in after waiting.",
-            buckets=WAIT_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._ttft = Histogram(
-            "router_time_to_first_token_seconds",
-            "From the request's last byte to the first token of a streamed answer.",
-            buckets=TTFT_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._duration = Histogram(
-            "router_request_duration_seconds",
-            "From the request's last byte to the answer's.",
-            buckets=DURATION_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._prompt_tokens = Counter(
-            "router_prompt_tokens_total", "Prompt tokens of requests whose prompts were read.", registry=self.registry
-        )
-        self._overlap_tokens = Counter(
-            "router_overlap_tokens_total", "Prompt tokens believed cached on the engine chosen.", registry=self.registry
-        )
-        self._cached_tokens = Counter(
-            "router_engine_cached_tokens_total", "Prompt tokens from cache, as engines report them in usage.", registry=self.registry
-        )
-        self._children: dict[tuple[str, int], Counter] = {}
-        self._reasons: dict[tuple[str, str], Counter] = {}
+        self._prompt_tokens = Count("router_prompt_tokens", "Prompt tokens of requests whose prompts were read.")
+        self._overlap_tokens = Count("router_overlap_tokens", "Prompt tokens believed cached on the engine chosen.")
+        self._cached_tokens = Count("router_engine_cached_tokens", "Prompt tokens from cache, as engines report them in usage.")
+        self.registry.register(_Tallies([tally for tally in vars(self).values() if isinstance(tally, Count | Distribution)]))
 
     def read_from(self, read: Callable[[], Iterable[Reading]]) -> None:
         """Add families whose values are read when the page is asked for."""
@@ -106,49 +89,42 @@ class Metrics:
 
     def decided(self, decision: Decision) -> None:
         """Count a decision that was acted on."""
-        key = (decision.policy, decision.reason.value)
-        child = self._reasons.get(key)
-        if child is None:
-            child = self._reasons[key] = self._decisions.labels(*key)
-        child.inc()
+        self._decisions.add((decision.policy, decision.reason.value))
 
     def retried(self, failure: str) -> None:
         """Count a further try."""
-        self._retries.labels(failure).inc()
+        self._retries.add((failure,))
 
     def timed_out(self, stage: str) -> None:
         """Count an engine that took too long, by what for."""
-        self._timeouts.labels(stage.replace(" ", "_")).inc()
+        self._timeouts.add((stage.replace(" ", "_"),))
 
     def waited(self, seconds: float) -> None:
         """A request that had to wait for room has been let in."""
-        self._admission_wait.observe(seconds)
+        self._admission_wait.add(seconds)
 
     def broke_off(self, failure: str) -> None:
         """Count an answer whose client had to be told that it is not whole."""
-        self._broken.labels(failure).inc()
+        self._broken.add((failure,))
 
     def first_token(self, seconds: float) -> None:
         """A streamed answer has begun."""
-        self._ttft.observe(seconds)
+        self._ttft.add(seconds)
 
     def ended(self, route: bytes, status: int, seconds: float) -> None:
         """A request is over."""
-        key = (INFERENCE[route].path if route in INFERENCE else "other", status)
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = self._requests.labels(key[0], str(status))
-        child.inc()
-        self._duration.observe(seconds)
+        known = INFERENCE.get(route)
+        self._requests.add((known.path if known is not None else "other", str(status)))
+        self._duration.add(seconds)
 
     def prompt(self, tokens: int, overlap: int) -> None:
         """A prompt was sent to an engine that is believed to have `overlap` of its tokens."""
-        self._prompt_tokens.inc(tokens)
-        self._overlap_tokens.inc(overlap)
+        self._prompt_tokens.add(amount=tokens)
+        self._overlap_tokens.add(amount=overlap)
 
     def cached(self, tokens: int) -> None:
         """What the engine says it had."""
-        self._cached_tokens.inc(tokens)
+        self._cached_tokens.add(amount=tokens)
 
     def page(self) -> bytes:
         """The metrics page."""

@@ -252,26 +252,33 @@ class Proxy:
         if exchange.client:
             fields["client"] = exchange.client
         if trip.asked is not None:
-            fields |= {"model": trip.asked.request.model, "prompt_tokens": trip.asked.request.prompt_tokens}
+            fields["model"] = trip.asked.request.model
+            fields["prompt_tokens"] = trip.asked.request.prompt_tokens
         if trip.choice is not None:
-            decision = trip.choice.decision
-            fields |= {"engine": decision.chosen.endpoint.engine, "rank": decision.chosen.endpoint.rank, "reason": decision.reason.value}
-            fields |= {"overlap_tokens": trip.choice.overlap_tokens, "tries": trip.tries}
+            decision, overlap_tokens = trip.choice.decision, trip.choice.overlap_tokens
+            fields["engine"], fields["rank"] = decision.chosen.endpoint.engine, decision.chosen.endpoint.rank
+            fields["reason"], fields["overlap_tokens"] = decision.reason.value, overlap_tokens
+            fields["tries"] = trip.tries
             self._metrics.decided(decision)
-            self._metrics.prompt(trip.choice.asked.request.prompt_tokens, trip.choice.overlap_tokens)
+            self._metrics.prompt(trip.choice.asked.request.prompt_tokens, overlap_tokens)
         if trip.first_token_at is not None:
             fields["ttft_s"] = round(trip.first_token_at - trip.started, 6)
-            if trip.relay is not None and trip.relay.streamed:
-                self._metrics.first_token(trip.first_token_at - trip.started)
-        usage = trip.relay.usage if trip.relay is not None else None
-        if usage is not None:
-            fields |= {"completion_tokens": usage.completion_tokens, "cached_tokens": usage.cached_tokens}
-            self._metrics.cached(usage.cached_tokens or 0)
-        if trip.relay is not None and trip.relay.stream_failed:
-            trip.failure = trip.failure or "the engine reported an error in its stream"
+        if trip.relay is not None:
+            self._conclude_answer(trip, trip.relay, fields)
         if trip.failure:
             fields["failure"] = trip.failure
         event(log, logging.INFO, "request", **fields)
+
+    def _conclude_answer(self, trip: Trip, relay: Relay, fields: dict[str, object]) -> None:
+        """Count what the engine's answer said of itself, and add it to the line."""
+        if trip.first_token_at is not None and relay.streamed:
+            self._metrics.first_token(trip.first_token_at - trip.started)
+        usage = relay.usage
+        if usage is not None:
+            fields["completion_tokens"], fields["cached_tokens"] = usage.completion_tokens, usage.cached_tokens
+            self._metrics.cached(usage.cached_tokens or 0)
+        if relay.stream_failed:
+            trip.failure = trip.failure or "the engine reported an error in its stream"
 
 
 def _asking(exchange: Exchange) -> bytes:
