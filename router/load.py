@@ -123,9 +123,10 @@ class LoadBook:
         account.requests += 1
         account.prefill_tokens += uncached_tokens
         held = list(keys)
-        known = self._index.extent(account.slot, held, 0)
-        account.shared.update(held[:known])
-        self._index.store(account.slot, held[known:])
+        if held:
+            known = self._index.extent(account.slot, held, 0)
+            account.shared.update(held[:known])
+            self._index.store(account.slot, held[known:])
         return Reservation(self, account, held, uncached_tokens)
 
     def in_flight(self, keys: Sequence[int]) -> dict[Endpoint, int]:
@@ -218,7 +219,7 @@ class LoadBook:
 
     def _let_go(self, account: _Account, keys: list[int]) -> None:
         """A request no longer holds `keys`: those that it shares lose a holder, the others leave the index."""
-        if account.forgotten:
+        if account.forgotten or not keys:
             return
         shared = account.shared
         depth = 0

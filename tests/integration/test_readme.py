@@ -131,7 +131,7 @@ async def try_curl(line: str) -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_pip_install_gives_a_command_that_serves(tmp_path: Path) -> None:
+async def test_U1_pip_install_in_a_fresh_environment_gives_a_command_that_serves_without_a_broker(tmp_path: Path) -> None:
     for line in (
         f"{sys.executable} -m venv {tmp_path}/venv",
         f"{tmp_path}/venv/bin/{command('pip install .')} --quiet",
