@@ -8,6 +8,8 @@ import aiohttp
 import msgspec
 import pytest
 
+from discovery.broker import Broker
+from discovery.bus import BusUnreachable
 from engines.simulator.engine import SimulatedEngine
 from engines.types import EngineKind, EngineSpec
 from tests.rig import Router, fleet, prompt, routing, settings_of
@@ -299,6 +301,27 @@ async def test_a_mixed_fleet_of_both_kinds_shares_the_index() -> None:
         assert set(homes.values()) == {vllm.url, sglang.url}
         for name, home in homes.items():
             assert (await router.chat(prompt(name))).engine == home
+
+
+async def test_a_nats_server_of_the_users_own_is_used_and_left_running() -> None:
+    broker = Broker()
+    url = await broker.start()
+    try:
+        for _ in range(2):
+            async with fleet(1) as engines, routing(engines, nats=url) as router:
+                await router.chat(prompt("a"))
+                await holds(router, engines[0].url, prompt("a"))
+                assert (await router.chat(prompt("a"))).reason == "kv"
+        assert broker.pid is not None
+    finally:
+        await broker.stop()
+
+
+async def test_a_nats_server_that_cannot_be_reached_is_named() -> None:
+    async with fleet(1) as engines:
+        with pytest.raises(BusUnreachable, match=r"127\.0\.0\.1:9"):
+            async with routing(engines, nats="nats://user:hidden@127.0.0.1:9"):
+                pass
 
 
 async def test_a_request_in_flight_finishes_when_the_router_is_stopped() -> None:
