@@ -127,6 +127,7 @@ class ClientConnection(asyncio.Protocol):
         self._waiting.clear()
         if self.current is not None and self.current.task is not None:
             self.current.task.cancel()
+            self.current.task = None  # it will hold its own frames, and they the exchange
 
     def data_received(self, data: bytes) -> None:
         """Parse; complete requests are queued by `on_message_complete`."""

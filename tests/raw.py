@@ -34,6 +34,8 @@ class RawClient:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
+        self.patience_s = READ_WITHIN_S
+        """How long it waits for anything to come."""
         self._left = b""
 
     async def send(self, *parts: bytes) -> None:
@@ -49,7 +51,7 @@ class RawClient:
         if self._left:
             left, self._left = self._left, b""
             return left
-        async with asyncio.timeout(READ_WITHIN_S):
+        async with asyncio.timeout(self.patience_s):
             return await self.reader.read(1 << 18)
 
     async def read_until(self, end: bytes) -> bytes:
