@@ -58,7 +58,6 @@ class ClientConnection(asyncio.Protocol):
         "_reading_paused",
         "_refusal",
         "_server",
-        "_transport",
         "_unsent",
         "_unsent_since",
         "_upgrading",
@@ -71,11 +70,13 @@ class ClientConnection(asyncio.Protocol):
         "head_since",
         "last_seen",
         "receiving",
+        "transport",
     )
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
+        """The socket; None before there is one, and once it is gone or given away."""
         self._parser = httptools.HttpRequestParser(self)
         self._waiting: deque[Exchange] = deque()
         self._waiting_bytes = 0
@@ -115,13 +116,14 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has come."""
-        self._transport = cast("asyncio.Transport", transport)
-        self._transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
+        self.transport = cast("asyncio.Transport", transport)
+        self.transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
         self._server.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  asyncio's signature
         """The client has left: whatever is being done for it is cancelled."""
         self.closed = True
+        self.transport = None
         del self._parser  # it holds us; without this cycle, everything is freed at once
         self._server.connections.discard(self)
         self._waiting.clear()
@@ -248,9 +250,9 @@ class ClientConnection(asyncio.Protocol):
             return
         self._waiting.append(exchange)
         self._waiting_bytes += len(body)
-        if (len(self._waiting) >= MAX_PIPELINED or self._waiting_bytes > MAX_WAITING_BYTES) and self._transport is not None:
+        if (len(self._waiting) >= MAX_PIPELINED or self._waiting_bytes > MAX_WAITING_BYTES) and self.transport is not None:
             self._reading_paused = True
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     # for Exchange and Server
 
@@ -261,23 +263,23 @@ class ClientConnection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Hand bytes to the socket; nothing happens when the client has left."""
-        if not self.closed and self._transport is not None:
-            self._transport.write(data)
+        if self.transport is not None:
+            self.transport.write(data)
 
     def finished(self, exchange: Exchange) -> None:
         """The current answer is over: close, or go on to what comes next."""
         self.current = None
-        if self.closed or self._transport is None:
+        if self.transport is None:
             return
         if not exchange.keep_alive:
-            self._transport.close()
+            self.transport.close()
             return
         self.last_seen = self._server.loop.time()
         self._go_on()
 
     def sweep(self, now: float, idle_s: float, stall_s: float) -> bool:
         """End the connection if it has been silent too long; whether a client was dropped that did not take its answer."""
-        unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        unsent = 0 if self.transport is None else self.transport.get_write_buffer_size()
         if not unsent or unsent != self._unsent:
             self._unsent, self._unsent_since = unsent, now
         elif now - self._unsent_since > stall_s:
@@ -289,25 +291,25 @@ class ClientConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """End the connection after what has been written is delivered."""
-        if self._transport is not None:
-            self._transport.close()
+        if self.transport is not None:
+            self.transport.close()
 
     def drop(self) -> None:
         """End the connection now."""
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
     def reset_when_closed(self) -> None:
         """Let the connection end in a reset, which no client takes for the end of an answer."""
-        if self._transport is not None and not self.closed:
-            sockets.reset_when_closed(self._transport.get_extra_info("socket"))
+        if self.transport is not None:
+            sockets.reset_when_closed(self.transport.get_extra_info("socket"))
 
     def hand_over(self) -> tuple[asyncio.Transport, bytes] | None:
         """Give the socket away, with what has come on it since the request; it is no business of this object any more."""
-        transport, self._transport = self._transport, None
+        transport, self.transport = self.transport, None
         self.current = None
         self._server.connections.discard(self)
-        if transport is None or self.closed:
+        if transport is None:
             return None
         if self._reading_paused:
             transport.resume_reading()
@@ -329,9 +331,9 @@ class ClientConnection(asyncio.Protocol):
         exchange = self._waiting.popleft()
         self._waiting_bytes -= len(exchange.body)
         self._start(exchange)
-        if self._reading_paused and not self._upgrading and self._transport is not None:
+        if self._reading_paused and not self._upgrading and self.transport is not None:
             self._reading_paused = False
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
     def _give_due(self) -> None:
         if self._refusal is not None:
@@ -380,9 +382,9 @@ class ClientConnection(asyncio.Protocol):
     def _keep_early(self, data: bytes) -> None:
         """Keep what comes before the WebSocket is accepted."""
         self._early += data
-        if len(self._early) > MAX_EARLY_BYTES and not self._reading_paused and self._transport is not None:
+        if len(self._early) > MAX_EARLY_BYTES and not self._reading_paused and self.transport is not None:
             self._reading_paused = True
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     def _not_http(self, error: Exception) -> None:
         if isinstance(error, httptools.HttpParserCallbackError) and not self._deaf:
@@ -418,8 +420,8 @@ class ClientConnection(asyncio.Protocol):
         challenge = [(b"www-authenticate", b"Bearer")] if status == 401 else []
         exchange.begin(status, [(b"content-type", b"application/json"), *challenge], len(body))
         exchange.write(body)
-        if self._transport is not None and self._transport.can_write_eof():
-            self._transport.write_eof()
+        if self.transport is not None and self.transport.can_write_eof():
+            self.transport.write_eof()
         self._linger(self._server.loop.time() + MAX_LINGER_S)
 
     def _linger(self, until: float) -> None:

@@ -136,8 +136,9 @@ class Exchange:
 
     def write(self, data: bytes) -> None:
         """Send a piece of the body."""
-        if data and not self._bare:
-            self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        transport = self._connection.transport
+        if transport is not None and data and not self._bare:
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def end(self) -> None:
         """The answer is complete; the connection goes on to its next request, if it may."""

@@ -118,19 +118,17 @@ class Relay:
 
     def body(self, data: bytes) -> None:
         """Pass a piece on."""
-        if not self._passing:
-            self._hold(data)
-            return
-        if self._scanner is None:
+        scanner = self._scanner
+        if scanner is None:
             self._pass_unread(data)
             return
-        if self._streamed and (self._unfinished or data[-1] != LINE_FEED):
+        if (data[-1] != LINE_FEED or self._unfinished) and self._streamed:
             data = self._whole_lines(data)
             if not data:
                 return
         self._last = data
         self.exchange.write(data)
-        if self._scanner.feed(data):
+        if scanner.feed(data):
             self._first_token()
 
     def finished(self, error: EngineError | None) -> None:
@@ -246,7 +244,10 @@ class Relay:
         self.exchange.abort()
 
     def _pass_unread(self, data: bytes) -> None:
-        """A piece of an error, or of something compressed, whose first piece then stands for its first token."""
+        """A piece of what is held; of an error; or of something compressed, whose first piece stands for its first token."""
+        if not self._passing:
+            self._hold(data)
+            return
         self.exchange.write(data)
         self._first_token()
 

@@ -70,7 +70,7 @@ class Scanner:
     `feed` returns True exactly once: for the piece that completes the first token's line (of a stream), or never for plain JSON.
     """
 
-    __slots__ = ("_cut_off", "_in_long_line", "_line", "_name", "_streamed", "_usage", "failed", "first_token")
+    __slots__ = ("_cut_off", "_in_long_line", "_line", "_name", "_settled", "_streamed", "_usage", "failed", "first_token")
 
     def __init__(self, *, streamed: bool) -> None:
         self._streamed = streamed
@@ -82,24 +82,22 @@ class Scanner:
         self._usage = b""
         self._cut_off = b""
         """What may be the beginning of a usage object."""
+        self._settled = False
+        """The first token is known, and no line or usage object is cut off: whole lines can only bring usage or an error."""
         self.first_token = False
         self.failed = False
         """An error event went by."""
 
     def feed(self, data: bytes) -> bool:
         """Look at the next piece, which is not empty."""
-        if self._cut_off or _USAGE in data or data[-1] != LINE_FEED:
-            self._look_for_usage(data)
+        if self._settled and data[-1] == LINE_FEED and (_USAGE not in data or _only_null(data)) and b"error" not in data:
+            return False  # as nearly all pieces are
+        self._look_for_usage(data)
         if not self._streamed:
             return False
-        if self._line or self._in_long_line or data[-1] != LINE_FEED:
-            data = self._whole_lines(data)
-        if not self.failed and b"error" in data:
-            self.failed = any(_tells_failure(line) for line in data.splitlines())
-        if self.first_token or not data:
-            return False
-        self.first_token = any(map(self._carries_token, data.splitlines()))
-        return self.first_token
+        first = self._look_for_events(data)
+        self._settled = self.first_token and not (self._line or self._in_long_line or self._cut_off)
+        return first
 
     def usage(self) -> Usage | None:
         """The last usage object that went by, or None."""
@@ -117,6 +115,16 @@ class Scanner:
         )
 
     # inside
+
+    def _look_for_events(self, data: bytes) -> bool:
+        if self._line or self._in_long_line or data[-1] != LINE_FEED:
+            data = self._whole_lines(data)
+        if not self.failed and b"error" in data:
+            self.failed = any(_tells_failure(line) for line in data.splitlines())
+        if self.first_token or not data:
+            return False
+        self.first_token = any(map(self._carries_token, data.splitlines()))
+        return self.first_token
 
     def _look_for_usage(self, data: bytes) -> None:
         data = self._cut_off + data
@@ -170,6 +178,11 @@ class Scanner:
 def _tells_failure(line: bytes) -> bool:
     named = _EVENT_NAME.match(line)
     return named[1].rstrip() in _ERROR_NAMES if named else _ERROR.match(line) is not None
+
+
+def _only_null(data: bytes) -> bool:
+    """Whether every usage here is null, as in each of SGLang's events but the last."""
+    return data.count(_USAGE) == data.count(b'"usage":null')
 
 
 def _prefix_at_end(data: bytes) -> bytes:

@@ -83,11 +83,13 @@ class EngineConnection(asyncio.Protocol):
         "_pieces",
         "_pool",
         "_sink",
+        "_steady",
         "_transport",
         "_until_close",
         "closed",
         "deadline",
         "idle_since",
+        "on_body",
         "reused",
         "stage",
     )
@@ -95,12 +97,16 @@ class EngineConnection(asyncio.Protocol):
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
         self._sink: Sink | None = None
         self._headers: Headers = []
         self._head: ResponseHead | None = None
         self._head_bytes = 0
         self._pieces: list[bytes] = []
+        """Of the body, from one read. It stays the same list, so that the parser can append to it without a call of ours in between."""
+        self.on_body = self._pieces.append
+        self._parser = httptools.HttpResponseParser(self)
+        self._steady = False
+        """The head has come and nothing else has happened: a read brings body, and that is all."""
         self._complete = False
         self._keep = False
         self._until_close = False
@@ -126,6 +132,7 @@ class EngineConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._complete = False
         self._until_close = False
+        self._steady = False
         self._heard = False
         self.stage = "response head"
         self.deadline = self._pool.loop.time() + self._pool.timeouts.response_head_s
@@ -159,7 +166,8 @@ class EngineConnection(asyncio.Protocol):
         if self._heard:
             self._heard = False
             self._pool.heard_at = now
-            self.deadline = NEVER if self._paused else now + self._pool.timeouts.stream_idle_s
+            if self._head is not None:  # half a head is no sign of life
+                self.deadline = NEVER if self._paused else now + self._pool.timeouts.stream_idle_s
         elif self._sink is not None and now > self.deadline:
             timeouts = self._pool.timeouts
             limit = timeouts.response_head_s if self._head is None else timeouts.stream_idle_s
@@ -189,17 +197,13 @@ class EngineConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._not_http(error)
         pieces = self._pieces
-        if pieces and self._head is not None:
-            self._pieces = []
-            sink.body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        if self._complete:
-            self._release()
-        elif self._error is not None:
-            self._fail(self._error)
-        elif self._head is None:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._fail(EngineBroken(f"the head of the engine's answer is longer than {MAX_HEAD_BYTES} bytes"))
+        if pieces:
+            body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces.clear()
+            if self._head is not None:
+                sink.body(body)
+        if not self._steady:
+            self._conclude(len(data))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The engine closed, or the network did."""
@@ -248,21 +252,30 @@ class EngineConnection(asyncio.Protocol):
             elif name == b"keep-alive":
                 self._pool.told(value)
         self._head = ResponseHead(status, self._headers)
+        self._steady = True
         self.stage = "idle stream"
         if self._sink is not None:
             self._sink.head(self._head)
-
-    def on_body(self, data: bytes) -> None:
-        """A piece of the body; joined with the others of the same read."""
-        self._pieces.append(data)
 
     def on_message_complete(self) -> None:
         """The response is whole."""
         if self._head is not None:
             self._complete = True
+            self._steady = False
             self._keep = self._parser.should_keep_alive()  # only true to ask here: the parser then forgets this message
 
     # inside
+
+    def _conclude(self, count: int) -> None:
+        """What follows from a read of so many bytes, beyond the body that it brought."""
+        if self._complete:
+            self._release()
+        elif self._error is not None:
+            self._fail(self._error)
+        elif self._head is None:
+            self._head_bytes += count
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._fail(EngineBroken(f"the head of the engine's answer is longer than {MAX_HEAD_BYTES} bytes"))
 
     def _release(self) -> None:
         """The answer is complete. A connection is used again only if nothing is left on it, in either direction."""
@@ -287,6 +300,7 @@ class EngineConnection(asyncio.Protocol):
             self._keep = False  # the answer is whole; what came behind it is no part of it
         elif self._error is None:
             self._error = EngineBroken(f"the engine's answer is not valid HTTP: {error}")
+        self._steady = False
 
     def _hand_over(self, first: bytes) -> None:
         """Give the socket to the sink: the engine has agreed to another protocol."""

@@ -325,8 +325,8 @@ async def test_a_slow_reader_holds_back_whoever_feeds_it_and_memory_stays_flat()
         await client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         await until(lambda: tap.paused)
         connection = next(iter(server.connections))
-        assert connection._transport is not None
-        assert connection._transport.get_write_buffer_size() < 400_000
+        assert connection.transport is not None
+        assert connection.transport.get_write_buffer_size() < 400_000
         answer = await client.answer("GET")
         assert (len(answer.body), answer.whole) == (8_000_000, True)
         assert tap.pauses > 1
@@ -390,10 +390,10 @@ async def test_a_client_that_takes_nothing_is_dropped_and_one_that_takes_slowly_
         connection = next(iter(server.connections))
         await until(lambda: connection.full)
         now = server.loop.time()
-        unsent = connection._transport.get_write_buffer_size() if connection._transport else 0
+        unsent = connection.transport.get_write_buffer_size() if connection.transport else 0
         server.sweep(now)
         server.sweep(now + 9)
-        while connection._transport is not None and connection._transport.get_write_buffer_size() == unsent:
+        while connection.transport is not None and connection.transport.get_write_buffer_size() == unsent:
             await client.read()
         server.sweep(now + 18)
         server.sweep(now + 27)
@@ -566,5 +566,5 @@ async def test_a_vanished_client_is_asked_for_by_the_kernel() -> None:
         await client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         await until(lambda: server.in_progress)
         connection = next(iter(server.connections))
-        assert connection._transport is not None
-        assert connection._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert connection.transport is not None
+        assert connection.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
