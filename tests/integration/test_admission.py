@@ -254,35 +254,22 @@ async def test_a_refusal_that_does_not_say_how_long_is_waited_out_once(status: i
 
 async def test_a_refusal_that_says_how_long_is_the_clients_to_hear() -> None:
     async with narrow(max_active_requests=100, max_wait_s=2.0) as ((engine,), router):
-        engine.faults.add(refuses(7))
+        engine.faults.add(refuses(60))
         answer = await router.chat("x")
-        assert (answer.status, answer.headers["retry-after"], answer.json["error"]["message"]) == (503, "7", "busy")
+        assert (answer.status, answer.headers["retry-after"], answer.json["error"]["message"]) == (503, "60", "busy")
         again = await router.chat("y")
         assert (again.status, again.json["error"]["code"]) == (429, "cooling")
-        assert 5 <= int(again.headers["retry-after"]) <= 7
+        assert 40 <= int(again.headers["retry-after"]) <= 60
         assert asked(engine) == ["x"], "it is left alone"
 
 
 async def test_who_comes_while_every_engine_is_left_alone_waits_until_one_may_be_asked() -> None:
     async with narrow(max_active_requests=100) as ((engine,), router), asyncio.TaskGroup() as group:
-        engine.faults.add(refuses(1))
+        engine.faults.add(refuses(3))
         assert (await router.chat("x")).status == 503
         tasks = await queued(group, router, "y", "z")
         assert [(await task).status for task in tasks] == [200, 200]
         assert await router.metric("router_admission_admitted_total", how="after_waiting") == 2
-
-
-async def test_an_engine_that_was_full_begins_again_with_few() -> None:
-    async with narrow(max_active_requests=100) as ((engine,), router), asyncio.TaskGroup() as group:
-        engine.faults.add(refuses(1))
-        assert (await router.chat("x")).status == 503
-        tasks = await queued(group, router, *(f"y{number}" for number in range(12)), max_tokens=400)
-        most = 0
-        while engine.running < 2 and not any(task.done() for task in tasks):
-            most = max(most, len(asked(engine)) - 1)
-            await asyncio.sleep(0.005)
-        assert most == 1
-        assert {(await task).status for task in tasks} == {200}
 
 
 async def test_a_refused_request_goes_where_there_is_room_before_it_waits() -> None:

@@ -57,13 +57,13 @@ async def test_H1_an_engine_that_is_gone_without_a_word_is_ejected_within_two_pe
     async with (
         fleet(1, served_model_name="a") as (stays,),
         fleet(1, served_model_name="b") as (goes,),
-        routing([stays, goes], probe_period_s=1.0, probe_timeout_s=0.5) as router,
+        routing([stays, goes], probe_period_s=2.0, probe_timeout_s=1.0) as router,
     ):
         loop = asyncio.get_running_loop()
         await goes.die()
         began = loop.time()
         await serves(router, 1)
-        assert loop.time() - began < 2 * 1.0 + 1.0
+        assert loop.time() - began < 2 * 2.0
         ready = await router.get("/ready")
         assert (ready.status, ready.json["models"]) == (200, {"a": 1, "b": 0})
         missing = await router.get("/ready?model=b")
@@ -80,12 +80,11 @@ async def test_H1_an_engine_that_is_gone_without_a_word_is_ejected_within_two_pe
 
 async def test_H1_an_engine_that_hangs_is_ejected_within_two_periods() -> None:
     async with fleet(2) as (stays, hangs), routing([stays, hangs], probe_period_s=1.0, probe_timeout_s=0.5) as router:
-        loop = asyncio.get_running_loop()
         await cycles(hangs, 1)
-        began = loop.time()
+        seen = probes(hangs)["/health"]
         hangs.faults.add(Delay(60.0), path="/health", times=None)
         await serves(router, 1)
-        assert loop.time() - began < 2 * 1.0 + 1.0
+        assert probes(hangs)["/health"] - seen <= 2, "the second check that fails is enough"
         hangs.faults.clear()
         await serves(router, 2)
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 
 import pytest
 
-from engines.types import Endpoint, EngineInfo, EngineKind, EngineSpec
+from discovery.signal import LIVE, Signal
+from engines.types import Endpoint, EngineInfo, EngineKind, EngineSpec, Model
 from router.admission import QueueLimits, Reason, Shed
-from router.chooser import Choice
-from router.fleet import Member
+from router.caches import Caches
+from router.chooser import Choice, Chooser
+from router.fleet import Fleet, Member
 from router.gate import AT_ONCE, Gate, HeaderNames, Place, Visit
 from router.intake import Asked
 from router.load import LoadBook, Reservation
 from router.routes import INFERENCE
-from router.scheduling.scheduler import NoCandidate, PolicyError
+from router.scheduling.policies.round_robin import RoundRobin
+from router.scheduling.scheduler import NoCandidate, PolicyError, Scheduler
 from router.scheduling.types import Candidate, Decision, Rejection, RoutingRequest
 from router.scheduling.types import Reason as Why
 from tests.waiting import alongside, until
@@ -255,3 +259,41 @@ async def test_models_that_nobody_serves_any_more_are_forgotten() -> None:
     await leave(place)
     gate.sweep()
     assert gate.waiting() == []
+
+
+class NoSignals:
+    """Endpoints of which nothing is heard."""
+
+    def signal(self, endpoint: Endpoint, now: float) -> Signal:
+        return LIVE
+
+    def block_size(self, endpoint: Endpoint) -> int | None:
+        return None
+
+    def served(self, endpoint: Endpoint, now: float, new_blocks: int, *, sent_at: float | None = None) -> None:
+        pass
+
+
+async def test_those_who_wait_do_not_fall_upon_an_engine_that_was_full_all_at_once() -> None:
+    now = 100.0
+    fleet, book = Fleet(), LoadBook()
+    fleet.add(EngineInfo(ENGINE.engine, EngineSpec(ENGINE.engine), EngineKind.VLLM, "1", (Model("m"),)))
+    fleet.serve(ENGINE.engine)
+    scheduler = Scheduler(RoundRobin(), "round-robin", 0.0, random.Random(1))
+    chooser = Chooser(fleet, Caches(), book, scheduler, NoSignals(), clock=lambda: now)
+    gate = Gate(chooser, QueueLimits(max_wait_s=60.0), NAMES, waited=lambda _: None, clock=lambda: now)
+    with await gate.enter(asked(), set(), Visit([], "", now)) as first:
+        chooser.refused(first.choice, 5.0)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(gate.enter(asked(), set(), Visit([], "", now))) for _ in range(40)]
+        await until(lambda: gate.waiting() == [("m", 40)])
+        in_flight = []
+        for later in (4.9, 5.0, 5.4, 5.5, 6.0, 7.0, 8.0):
+            now = 100.0 + later
+            for _ in range(3):
+                gate.pump()
+            in_flight.append(len(book))
+        assert in_flight == [0, 1, 1, 2, 4, 16, 40]
+        for task in tasks:
+            await leave(await task)
+    assert len(book) == 0
