@@ -32,7 +32,11 @@ TOOL = {
     "function": {
         "name": "get_weather",
         "description": "Tell the weather.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "größte Stadt – 北京"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "größte Stadt – 北京"}},
+            "required": ["city"],
+        },
     },
 }
 UNUSUAL_TOOL = {"function": {"parameters": {"type": "object", "properties": {}}, "name": "now", "x-ours": 1}, "type": "function"}

@@ -69,7 +69,11 @@ async def holders(router: Served, engines: Sequence[RealEngine], asks: Sequence[
     """How many of the prefixes the router believes cached at each engine."""
     held = Counter[str]()
     for ask in asks:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": ask.text}]} if api == "chat" else {"model": "tiny", "prompt": ask.text}
+        body = (
+            {"model": "tiny", "messages": [{"role": "user", "content": ask.text}]}
+            if api == "chat"
+            else {"model": "tiny", "prompt": ask.text}
+        )
         told = (await router.post("/route", body)).json
         if told["reason"] == "policy":
             return None

@@ -138,7 +138,17 @@ def _build(recipe: Recipe, folder: Path) -> None:
     python = folder / "bin" / "python"
     _say(f"{folder.name}: making the environment")
     _run([recipe.python, "-m", "venv", folder])
-    pip: list[str | Path] = [python, "-m", "pip", "install", "--no-deps", "--no-compile", "--quiet", "--disable-pip-version-check", "--no-input"]
+    pip: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-compile",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
     _say(f"{folder.name}: installing {count} packages")
     _run([*pip, "--requirement", recipe.requirements])
     if recipe.metadata:

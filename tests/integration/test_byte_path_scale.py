@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import random
 import resource
 import shutil
+import sys
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -21,6 +24,7 @@ from router.exchange import Exchange
 from router.intake import Asked
 from router.proxy import Trip
 from router.relay import Relay
+from router.settings import AdmissionSettings
 from router.upstream import EngineConnection
 from tests.raw import RawClient, Request, port_of, request, talking
 from tests.raw_engine import DONE, SSE, Close, Hang, RawEngine, Reset, answering, chunk, never, streaming, token, whole
@@ -69,6 +73,7 @@ class Crowd:
         left = count
         while left:
             async with talking(self._port) as client:
+                client.patience_s = 90
                 while left:
                     left -= 1
                     if not await self._ask(client):
@@ -83,7 +88,7 @@ class Crowd:
             await asyncio.sleep(self._random.uniform(0, 0.004))
             return False
         if kind == "leaves within":
-            await client.read_until(token(1))
+            await client.read()
             self.seen[kind] += 1
             return False
         answer = await client.answer()
@@ -116,7 +121,8 @@ async def at_rest(router: Router) -> None:
 async def test_M2_after_twenty_thousand_requests_with_many_that_failed_nothing_is_left_of_any() -> None:
     async with RawEngine(by_user) as one, RawEngine(by_user) as two, RawEngine(by_user) as three:
         engines = [EngineSpec(url=engine.url, block_size=16) for engine in (one, two, three)]
-        async with routing(engines, predicted_ttl_s=2.0) as router:
+        patient = AdmissionSettings(max_wait_s=60)  # all three may have failed somebody at once, and then wait for a look at them
+        async with routing(engines, predicted_ttl_s=2.0, admission=patient) as router:
             sizes = []
             seen: Counter[str] = Counter()
             for part in range(4):
@@ -130,7 +136,8 @@ async def test_M2_after_twenty_thousand_requests_with_many_that_failed_nothing_i
             assert seen.total() == 20_000
             unhappy = seen.total() - seen["whole 200 whole"] - seen["stream 200 whole"]
             assert unhappy > 0.25 * seen.total()
-            assert not {"whole 502 whole", "stream 502 whole", "reset within 200 whole"} & set(seen), seen
+            assert {outcome for outcome in seen if outcome.startswith(("whole", "stream"))} == {"whole 200 whole", "stream 200 whole"}
+            assert seen["reset within 200 broken"] > 100
             assert sizes[3] - sizes[1] < 4, sizes
             await until(lambda: one.answering + two.answering + three.answering == 0)
             assert alive(Exchange, Trip, Relay, Asked) == {}
@@ -162,6 +169,27 @@ async def test_M2_no_request_leaves_a_reference_cycle_however_it_ends(kind: str)
         assert not left & {"Exchange", "Trip", "Relay", "Asked", "EngineConnection", "ClientConnection", "Reservation"}, left
 
 
+@contextlib.asynccontextmanager
+async def served(*flags: str) -> AsyncIterator[str]:
+    """The router as a process of its own; its URL."""
+    command = (str(Path(sys.executable).with_name("commutator")), "serve", "--host", "127.0.0.1", "--port", "0", *flags)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL)
+    assert process.stdout is not None
+    try:
+        yield str(json.loads(await process.stdout.readline())["url"])
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def seconds_for(url: str) -> float:
+    """How long a good answer takes, as another process sees it that has nothing else to do; 0 when there is none."""
+    command = ("curl", "--silent", "--fail", "--output", "/dev/null", "--write-out", "%{time_total}", url)
+    curl = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    told, _ = await curl.communicate()
+    return float(told) if curl.returncode == 0 else 0.0
+
+
 @pytest.mark.timeout(300)
 async def test_M7_two_thousand_slow_streams_leave_the_router_alive_and_prompt() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -174,31 +202,27 @@ async def test_M7_two_thousand_slow_streams_leave_the_router_alive_and_prompt() 
         while not stop.is_set():
             writer.write(chunk(token(1)))
             await writer.drain()
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(4.0)
         writer.write(chunk(DONE) + chunk(b""))
 
-    async with RawEngine(script) as engine, routing([engine.url], policy="round-robin") as router:
+    async def stream(url: str) -> bool:
+        async with talking(port_of(url)) as client:
+            client.patience_s = 120
+            await client.send(request("/v1/completions", b'{"model":"sim","stream":true,"prompt":"x"}'))
+            await client.read_until(DONE)
+            return (await client.read_until(b"0\r\n\r\n")).endswith(b"\r\n0\r\n\r\n")
 
-        async def stream() -> bool:
-            async with talking(port_of(router.url)) as client:
-                client.patience_s = 120
-                await client.send(request("/v1/completions", b'{"model":"sim","stream":true,"prompt":"x"}'))
-                answer = await client.answer()
-                return answer.whole and answer.body.endswith(DONE)
-
+    async with RawEngine(script) as engine, served("--engine", engine.url, "--policy", "round-robin", "--log-level", "warning") as url:
+        await until(lambda: seconds_for(url + "/ready"), what="the engine serves")
         async with asyncio.TaskGroup() as group:
-            streams = [group.create_task(stream()) for _ in range(count)]
+            streams = [group.create_task(stream(url)) for _ in range(count)]
             await until(lambda: engine.answering == count, deadline_s=120, what="all streams run")
-            loop = asyncio.get_running_loop()
-            for _ in range(30):
-                asked = loop.time()
-                assert (await router.get("/health")).status == 200
-                assert loop.time() - asked < 1.0
-                await asyncio.sleep(0.1)
-            assert await router.metric("router_active_requests") == count
+            took = [await seconds_for(url + path) for path in ["/health", "/metrics"] * 10]
+            assert 0 < min(took)
+            assert max(took) < 1.0
             stop.set()
         assert all(task.result() for task in streams)
-        await at_rest(router)
+        await until(lambda: engine.answering == 0)
 
 
 async def test_S17_a_prompt_of_200k_tokens_and_an_index_of_more_than_a_mebibyte_meet_no_limit_of_the_bus(tmp_path: Path) -> None:

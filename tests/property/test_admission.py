@@ -62,7 +62,9 @@ class Machine(RuleBasedStateMachine):
             assert ticket is None
             return
         priority = min(w.priority for w in self.waiting)
-        firsts = {tenant: min((w for w in self.of(priority, tenant)), key=lambda w: w.number) for tenant in {w.tenant for w in self.of(priority)}}
+        firsts = {
+            tenant: min((w for w in self.of(priority, tenant)), key=lambda w: w.number) for tenant in {w.tenant for w in self.of(priority)}
+        }
         expected = min(firsts.values(), key=lambda w: (self.had[priority, w.tenant], w.number))
         assert ticket is expected.ticket
         self.had[priority, expected.tenant] += expected.work
