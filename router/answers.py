@@ -12,7 +12,7 @@ from router import openai
 from router.chooser import Choice, Chooser
 from router.metrics import CONTENT_TYPE
 from router.routes import INFERENCE, PromptForm, Route
-from router.scheduling.scheduler import NoCandidate
+from router.scheduling.scheduler import NoCandidate, PolicyError
 
 if TYPE_CHECKING:
     from router.exchange import Exchange
@@ -110,6 +110,8 @@ class Answers:
             exchange.error(error.status, str(error))
         except NoCandidate as error:
             exchange.error(503, str(error))
+        except PolicyError as error:
+            exchange.error(500, str(error), "policy_error")
         else:
             exchange.respond(200, msgspec.json.encode(explanation(choice)))
 

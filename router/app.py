@@ -72,8 +72,15 @@ async def serve(settings: ServeSettings) -> None:
     """Run the router until SIGINT or SIGTERM."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def stop_once() -> None:
+        """The first signal stops in order; a second one ends at once, as if nobody had handled it."""
+        stop.set()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop_once)
     async with running(settings) as listening:
         ready = {"ready": True, **msgspec.to_builtins(listening)}
         gc.collect()

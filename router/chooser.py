@@ -125,8 +125,9 @@ class Chooser:
     def rejections(self, asked: Asked, tried: set[str]) -> list[tuple[Endpoint, Rejection]] | None:
         """Why no endpoint can take the request now, or None when one can. One that is suspected cannot: who waits can wait for it."""
         able, rejected = self._able(asked, tried, self._clock())
-        able = [(member, endpoint) for member, endpoint in able if not member.suspected]
-        return None if able else rejected
+        if any(not member.suspected for member, _ in able):
+            return None
+        return rejected + [(endpoint, Rejection.EJECTED) for _, endpoint in able]
 
     def cooled_in(self, asked: Asked, tried: set[str]) -> float | None:
         """Seconds until the first engine that is being left alone may be asked again; None when there is none."""

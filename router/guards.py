@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from discovery.config import ConfigError
 from router.files import Files, read_text
 from router.keys import ADMIN_WANTED, CLIENTS_WANTED, OPEN_PATHS, ApiKey, BadKeys, Door, KeyRing, read_keys, read_token
 from router.tls import Certificate, server_context
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class GuardsUnusable(Exception):
+class GuardsUnusable(ConfigError):
     """A file that guards the router cannot be used, and there is nothing earlier to fall back to."""
 
 

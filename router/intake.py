@@ -18,6 +18,13 @@ MAX_QUOTED_CHARS: Final = 200
 """So much of what a client wrote is repeated to it."""
 
 
+MAX_BYTES_A_TOKEN = 64
+"""A prompt with more bytes for each token that its model can take is not tokenized: the engine will refuse it anyway, and the time and
+memory it would cost here are everybody's."""
+ASSUMED_MAX_MODEL_LEN = 131_072
+"""For engines that do not say."""
+
+
 class Asked(msgspec.Struct):
     """One request, read."""
 
@@ -114,6 +121,8 @@ class Intake:
         """The prompt's ids by engine; when there are none, why."""
         if route.form is PromptForm.UNREAD:
             return {}, f"prompts of {route.path} are not read"
+        if parsed.prompt_bytes() > MAX_BYTES_A_TOKEN * _longest(members):
+            return {}, "the prompt is longer than the model takes"
         engines = [member.info.id for member in members]
         try:
             if route.form is PromptForm.CHAT:
@@ -128,3 +137,9 @@ class Intake:
         except NotRenderable as error:
             return {}, error.reason
         return prompt.tokens, next(iter(prompt.reasons.values()), "")
+
+
+def _longest(members: list[Member]) -> int:
+    """The longest context, in tokens, of any of the engines."""
+    lengths = [entry.max_model_len for member in members for entry in member.info.models if entry.max_model_len]
+    return max(lengths, default=ASSUMED_MAX_MODEL_LEN)

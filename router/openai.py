@@ -61,6 +61,11 @@ class ApiBody(ChatFields, kw_only=True):
     data_parallel_rank: Field = UNSET
     disagg_prefill_dp_rank: Field = UNSET
 
+    def prompt_bytes(self) -> int:
+        """How long everything is that could be a prompt, as JSON."""
+        plain = (self.prompt, self.text, self.input_ids, self.token_ids)
+        return ChatFields.prompt_bytes(self) + sum(len(memoryview(field)) for field in plain if isinstance(field, Raw))
+
     @property
     def must_strip(self) -> bool:
         """Whether the body carries fields that must not pass."""

@@ -165,7 +165,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if count > 1:
                 yield Complaint("engine", f"{url} is named {count} times")
         if self.nats is not None and not self.nats.startswith(("nats://", "tls://", "ws://", "wss://")):
-            yield Complaint("nats", f"{self.nats!r} has no scheme; write nats://HOST:PORT")
+            yield Complaint("nats", f"{self.nats!r} must begin with nats://, tls://, ws:// or wss://")
         try:
             read_keys(self.api_key, "item")
         except BadKeys as error:
@@ -174,6 +174,9 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield Complaint("admin_token_file", "`admin_token` is given too; there is one admin token")
         if self.has_admin and self.admin_port == self.port != 0:
             yield Complaint("admin_port", f"{self.admin_port} is `port` too; the admin API has a port of its own")
+        if ":" not in self.policy and self.policy not in CACHE_BLIND | {"kv"}:
+            names = ", ".join(sorted(CACHE_BLIND | {"kv"}))
+            yield Complaint("policy", f"{self.policy!r} is unknown: expected one of {names}, or a class of yours as module:Class")
         yield from self._without_effect(given)
 
     @property

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
+from discovery.config import ConfigError
 from router.scheduling.types import Policy
 
 
-class PolicyNotLoaded(ValueError):
+class PolicyNotLoaded(ConfigError):
     """The name does not lead to a policy; the message says at which step."""
 
 

@@ -67,6 +67,8 @@ async def test_a_policy_of_the_users_own_is_one_flag_too() -> None:
         broken = await router.chat(prompt("x"), model="sim", user="fail")
         assert broken.status == 500
         assert "LastByName" in broken.json["error"]["message"]
+        asked = await router.post("/route", {"model": "sim", "messages": [{"role": "user", "content": "x"}], "user": "fail"})
+        assert (asked.status, asked.json["error"]["code"]) == (500, "policy_error")
         assert (await router.chat(prompt("y"))).status == 200
 
 
@@ -240,6 +242,16 @@ async def test_bad_input_is_answered_in_the_openai_shape_and_no_engine_sees_it()
         paths = [request.path for request in list(engine.requests)[seen:]]
         assert not [path for path in paths if path not in ("/health", "/metrics", "/v1/models", "/version")]
         assert (await router.chat("x")).status == 200
+
+
+@pytest.mark.parametrize("ids", [True, False])
+async def test_a_prompt_far_longer_than_the_model_takes_costs_nothing_here(ids: bool) -> None:
+    async with fleet(1, kv_blocks=64) as (engine,), routing([engine]) as router:
+        assert (await router.get("/v1/models")).json["data"][0]["max_model_len"] == 64 * 16
+        long = [7] * 40_000 if ids else "word " * 20_000
+        told = (await router.post("/route", {"model": "sim", "prompt": long})).json
+        assert (told["reason"], told["untokenizable"]) == ("untokenizable", "the prompt is longer than the model takes")
+        assert (await router.complete(long)).status == 400, "the engine's own answer"
 
 
 async def test_streams_pass_byte_for_byte() -> None:
