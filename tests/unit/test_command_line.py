@@ -49,7 +49,7 @@ def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) 
         (["serve", "--engine", "http://h:1", "--engine", "http://h:1/"], "commutator serve: error: --engine: http://h:1 is named 2 times"),
         (
             ["serve", "--engine", "http://h:1", "--nats", "h:4222"],
-            "commutator serve: error: --nats: 'h:4222' has no scheme; write nats://HOST:PORT",
+            "commutator serve: error: --nats: 'h:4222' must begin with nats://, tls://, ws:// or wss://",
         ),
         (
             ["simulate", "--port", "70000"],

@@ -26,7 +26,8 @@ def busy(kind: EngineKind) -> Scheduler:
 @pytest.mark.parametrize("kind", list(EngineKind))
 def test_our_reader_finds_the_load(kind: EngineKind) -> None:
     text = page(busy(kind), kind, "sim", started=12.5, asleep=False)
-    assert read_load(kind, text) == {0: EngineLoad(running=1, waiting=1, kv_usage=0.25)}
+    asleep = False if kind is EngineKind.VLLM else None
+    assert read_load(kind, text) == {0: EngineLoad(running=1, waiting=1, kv_usage=0.25, asleep=asleep)}
 
 
 def test_a_vllm_page_tells_the_cache_and_the_boot_and_an_sglang_page_neither() -> None:
