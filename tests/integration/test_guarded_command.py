@@ -102,6 +102,6 @@ async def test_a_guard_that_cannot_be_used_ends_the_command_with_the_reason(tmp_
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     out, err = await asyncio.wait_for(process.communicate(), 60)
-    assert (process.returncode, out) == (1, b"")
+    assert (process.returncode, out) == (2, b"")
     assert err.decode().strip().startswith("commutator serve: error: ")
     assert str(tmp_path / "none") in err.decode()
