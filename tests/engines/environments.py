@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -42,6 +43,8 @@ class Recipe(NamedTuple):
     """What an engine process imports: compiled by importing it once, which also shows that the environment is whole."""
     shim: Path | None = None
     """On PYTHONPATH whenever the engine runs."""
+    libraries: tuple[tuple[str, str], ...] = ()
+    """Libraries of the system that the wheels link and do not bring, with Debian's package of each."""
     metadata: Path | None = None
     """A project of our own that only carries metadata, installed last."""
     python: str = "python3.11"
@@ -60,6 +63,7 @@ RECIPES = {
         HERE / "vllm" / "requirements.txt",
         "vllm.entrypoints.cli.main, vllm.entrypoints.openai.api_server, vllm.v1.engine.core, vllm.v1.worker.cpu_worker, "
         "vllm.model_executor.models.qwen3, vllm.benchmarks.serve",
+        libraries=(("libnuma.so.1", "libnuma1"),),
         metadata=HERE / "vllm" / "metadata",
     ),
     "sglang": Recipe(
@@ -136,6 +140,8 @@ def _lock(path: Path) -> Iterator[None]:
 def _build(recipe: Recipe, folder: Path) -> None:
     count = sum(1 for line in recipe.requirements.read_text().splitlines() if line and not line.startswith("#"))
     python = folder / "bin" / "python"
+    for library, package in recipe.libraries:
+        _provide(library, package)
     _say(f"{folder.name}: making the environment")
     _run([recipe.python, "-m", "venv", folder])
     pip: list[str | Path] = [
@@ -159,6 +165,18 @@ def _build(recipe: Recipe, folder: Path) -> None:
     # what the engine imports is a fifth of them.
     _say(f"{folder.name}: compiling")
     _run([python, "-c", f"import {recipe.imports}"], shim=recipe.shim)
+
+
+def _provide(library: str, package: str) -> None:
+    """Have a library of the system; installed where that is ours to do, asked for where it is not. Raises RuntimeError."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(library)
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        raise RuntimeError(f"the system has no {library}; on Debian: apt-get install {package}")
+    _say(f"installing {package}")
+    _run(["apt-get", "update", "--quiet"])
+    _run(["apt-get", "install", "--quiet", "--yes", "--no-install-recommends", package])
 
 
 def _run(command: list[str | Path], *, shim: Path | None = None) -> None:

@@ -120,6 +120,13 @@ def test_an_environment_that_cannot_be_imported_says_why() -> None:
         environments._run([sys.executable, "-c", "import no_such_module"])
 
 
+def test_a_library_the_system_lacks_is_asked_for_where_it_cannot_be_installed(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setitem(RECIPES, "none", recipe._replace(libraries=(("libnosuch.so.9", "libnosuch9"),)))
+    with pytest.raises(RuntimeError, match="apt-get install libnosuch9"):
+        environments.ensure("none")
+
+
 def test_the_script_refuses_an_engine_it_does_not_know() -> None:
     told = subprocess.run([REPOSITORY / "scripts" / "setup-engines", "tgi"], capture_output=True, text=True, check=False, timeout=30)
     assert told.returncode == 2
