@@ -201,16 +201,18 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    """Build the environments named on the command line, or all."""
+    """Build the environments named on the command line, or all, side by side."""
     parser = argparse.ArgumentParser(prog="setup-engines", description="Build the environments of the real engines that tests start.")
-    parser.add_argument("engine", nargs="*", help=f"which of {', '.join(RECIPES)} (default: all, in this order)")
+    parser.add_argument("engine", nargs="*", help=f"which of {', '.join(RECIPES)} (default: all)")
     names = parser.parse_args().engine or list(RECIPES)
     if unknown := sorted(set(names) - set(RECIPES)):
         parser.error(f"no such engine: {', '.join(unknown)}")
-    for name in names:
-        sys.stdout.write(f"{ensure(name)}\n")
-        if name == "vllm":
-            sys.stdout.write(f"{ensure_model()}\n")
+    if len(names) > 1:  # each keeps one core busy
+        builders = [subprocess.Popen([sys.executable, __file__, name]) for name in names]
+        sys.exit(max([builder.wait() for builder in builders]))
+    sys.stdout.write(f"{ensure(names[0])}\n")
+    if names == ["vllm"]:
+        sys.stdout.write(f"{ensure_model()}\n")
 
 
 if __name__ == "__main__":
