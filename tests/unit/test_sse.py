@@ -120,6 +120,15 @@ def test_usage_is_found_in_json_with_much_before_and_behind_it() -> None:
     assert (scanner.first_token, scanner.failed) == (False, False)
 
 
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n", b"\r"])
+def test_an_event_keeps_its_name_wherever_its_lines_are_cut(ending: bytes) -> None:
+    stream = ending.join([b"event: response.created", b'data: {"response":{"id":"r"}}', b"", b":"])
+    for at in range(1, len(stream)):
+        scanner = Scanner(streamed=True)
+        assert not scanner.feed(stream[:at])
+        assert not scanner.feed(stream[at:]), at
+
+
 def test_a_line_longer_than_is_kept_still_carries_its_token_and_its_usage() -> None:
     scanner = Scanner(streamed=True)
     line = b'data: {"choices":[{"delta":{"audio":"' + b"A" * 300_000 + b'"}}],"usage":{"prompt_tokens":7,"completion_tokens":2}}\n\n'

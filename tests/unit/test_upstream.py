@@ -261,7 +261,17 @@ async def test_each_stage_has_its_own_time_limit() -> None:
     assert (sink.error.stage, sink.error.timeout_s) == ("idle stream", 3.0)
 
     connection, wire, sink = connected(pool)
+    connection.data_received(SIZED[:20])
+    pool.sweep(now + 9.9)
+    connection.data_received(SIZED[20:21])
+    pool.sweep(now + 10.1)  # half a head is no sign of life
+    pool.sweep(now + 10.2)
+    assert isinstance(sink.error, EngineTimeout)
+    assert sink.error.stage == "response head"
+
+    connection, wire, sink = connected(pool)
     connection.data_received(SIZED[:-2])
+    pool.sweep(now + 1)
     connection.pause()
     pool.sweep(now + 100)
     pool.sweep(now + 1000)
@@ -318,13 +328,17 @@ async def test_an_engine_that_closes_an_idle_connection_shows_how_long_it_keeps_
     assert pool.idle_limit_s == IDLE_LIMIT_S
 
 
-async def test_connections_that_we_close_teach_nothing() -> None:
+async def test_connections_that_we_close_or_that_are_lost_teach_nothing() -> None:
     pool = pool_of()
     connection, _, _ = connected(pool)
     connection.data_received(SIZED)
     connection.idle_since -= 1.0
     connection.abandon()
     connection.connection_lost(None)
+    connection, _, _ = connected(pool)
+    connection.data_received(SIZED)
+    connection.idle_since -= 1.0
+    connection.connection_lost(ConnectionResetError())
     assert pool.idle_limit_s == IDLE_LIMIT_S
 
 
