@@ -153,7 +153,7 @@ class Proxy:
                 while attempt is not None and (verdict := judge(attempt)).next is Next.SAME_ENGINE:
                     tries.repeats += verdict.repeats
                     self._metrics.retried(verdict.code)
-                    attempt = await self._send(exchange, trip, place, tries.repeats)
+                    attempt = await self._send(exchange, trip, place, tries.repeats, again=True)
                 if attempt is None:
                     self._answered(trip, choice)
                     return
@@ -167,7 +167,7 @@ class Proxy:
             tries.failed(choice.endpoint.engine, attempt, verdict, trip.relay)
             self._metrics.retried(verdict.code or str(verdict.status))
 
-    async def _send(self, exchange: Exchange, trip: Trip, place: Place, repeats: int) -> Attempt | None:
+    async def _send(self, exchange: Exchange, trip: Trip, place: Place, repeats: int, *, again: bool = False) -> Attempt | None:
         """One attempt at one engine; None when the client has its whole answer, else what went wrong."""
         choice, sent_at = place.choice, self._clock()
 
@@ -199,7 +199,7 @@ class Proxy:
         if relay.head_seen is not None and not relay.accepted:  # a refusal is one even if its body breaks off
             return Attempt(Answered(relay.head_seen.status, _retry_after(relay.head_seen)), repeats=repeats)
         if relay.error is not None:
-            return Attempt(relay.error, reused=reused, client_bytes=int(exchange.started), repeats=repeats)
+            return Attempt(relay.error, reused=reused, client_bytes=int(exchange.started), repeats=repeats, again=again)
         return None
 
     def _answered(self, trip: Trip, choice: Choice) -> None:

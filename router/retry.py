@@ -8,8 +8,9 @@ seen a byte of an answer.
     could not connect                      elsewhere, always              502                           yes, unless this
                                                                                                         process is at fault
     closed before the response began       once: here on a new            502                           yes, unless reused
-                                           connection if it was reused,
-                                           else elsewhere
+                                           connection if it was reused
+                                           (and elsewhere if that is
+                                           closed too), else elsewhere
     no response head in time               once, elsewhere, if surely     504                           yes
                                            nothing was generated
     broke off, or fell silent, mid-answer  no                             error event, broken end;      yes
@@ -55,6 +56,8 @@ class Attempt(msgspec.Struct, frozen=True):
     """Bytes of the answer, its head included, that the client has been sent."""
     repeats: int = 0
     """How often this request has been sent again already after an engine may have seen it (`Verdict.repeats` says when to count)."""
+    again: bool = False
+    """It was the second try at one engine, on a new connection after a reused one had been closed."""
     may_have_generated: bool = True
     """False only when the engine has certainly not begun to compute this request."""
 
@@ -129,8 +132,12 @@ def judge(attempt: Attempt) -> Verdict:
 
 
 def _closed(attempt: Attempt, failure: EngineClosed) -> Verdict:
-    """The connection ended before a response began. A reused one says nothing about the engine's health."""
-    if attempt.repeats:
+    """The connection ended before a response began. A reused one says nothing about the engine's health.
+
+    An engine that is being killed closes the reused connection, and may still take the new one only to close it too: the request then
+    has its one try elsewhere all the same. No prompt that kills engines gets further than two.
+    """
+    if attempt.repeats and not attempt.again:
         return _engine_failed(Next.STOP, End.ERROR, failure, blames_engine=not attempt.reused)
     again = Next.SAME_ENGINE if attempt.reused else Next.ELSEWHERE
     return _engine_failed(again, End.ERROR, failure, repeats=True, blames_engine=not attempt.reused)

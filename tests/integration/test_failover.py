@@ -107,14 +107,25 @@ async def test_a_stale_connection_whose_engine_is_gone_goes_elsewhere() -> None:
         assert chats(one) == 2
 
 
-async def test_a_second_close_on_a_fresh_connection_is_the_end_since_it_may_be_the_requests_fault() -> None:
+async def test_a_second_close_on_a_fresh_connection_goes_elsewhere_once_since_the_engine_may_be_dying() -> None:
     async with pair() as (one, other, router):
         await warm(router)
         one.faults.add(Break(0, End.CLOSE), times=2)
         answer = await router.chat("x")
+        assert (answer.status, answer.engine) == (200, other.url)
+        assert chats(one) == 3
+        assert chats(other) == 1
+
+
+async def test_a_third_close_is_the_end_since_it_may_be_the_requests_fault() -> None:
+    async with pair() as (one, other, router):
+        await warm(router)
+        one.faults.add(Break(0, End.CLOSE), times=2)
+        other.faults.add(Break(0, End.CLOSE), times=None)
+        answer = await router.chat("x")
         assert (answer.status, answer.json["error"]["code"]) == (502, "engine_closed")
         assert chats(one) == 3
-        assert chats(other) == 0
+        assert chats(other) == 1
 
 
 async def test_a_request_that_is_cut_off_at_every_engine_is_sent_to_two_and_no_more() -> None:

@@ -1,5 +1,6 @@
 """Each policy by tables; how they behave together is in test_scheduling."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -135,7 +136,11 @@ def test_round_robin_takes_the_longest_unassigned(last_assigned: list[int], expe
 
 
 def test_random_prefers_nobody() -> None:
-    assert Random().score(request(), [candidate("a"), candidate("b", load=Load(active_requests=9))], context()) == [0.0, 0.0]
+    asked = context()
+    drawn = [Random().score(request(), [candidate("a"), candidate("b", load=Load(active_requests=9))], asked) for _ in range(600)]
+    first = sum(a < b for a, b in drawn)
+    assert 240 < first < 360
+    assert any(one[0] < one[1] and other[0] < other[1] for one, other in itertools.pairwise(drawn)), "not in turns"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def test_the_example_in_its_text_is_true() -> None:
         (Attempt(CLOSED, reused=True), Next.SAME_ENGINE, End.ERROR, 502, False),
         (Attempt(CLOSED, repeats=1), Next.STOP, End.ERROR, 502, True),
         (Attempt(CLOSED, reused=True, repeats=1), Next.STOP, End.ERROR, 502, False),
+        (Attempt(CLOSED, repeats=1, again=True), Next.ELSEWHERE, End.ERROR, 502, True),
         (Attempt(NO_HEAD), Next.STOP, End.ERROR, 504, True),
         (Attempt(NO_HEAD, may_have_generated=False), Next.ELSEWHERE, End.ERROR, 504, True),
         (Attempt(NO_HEAD, may_have_generated=False, repeats=1), Next.STOP, End.ERROR, 504, True),

@@ -8,10 +8,10 @@ from router.scheduling.types import Candidate, Context, RoutingRequest
 
 
 class Random:
-    """All cost the same, and ties are broken at random."""
+    """Costs are drawn: equal ones would be taken in turns."""
 
     uses_cache = False
 
     def score(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> list[float]:
-        """0 for each."""
-        return [0.0] * len(candidates)
+        """A number between 0 and 1 for each."""
+        return [context.rng.random() for _ in candidates]
