@@ -448,13 +448,13 @@ def path_of(target: bytes) -> bytes:
 
 
 def _without_offer(headers: Headers) -> list[bytes]:
-    """Header lines without what offers to upgrade."""
+    """Header lines without what offers to upgrade, nor what has been answered already."""
     lines = []
     for name, value in headers:
         if name == b"connection":
             kept = [token for token in value.split(b",") if token.strip().lower() not in (b"upgrade", b"http2-settings")]
             if kept:
                 lines.append(b"connection: " + b",".join(kept) + b"\r\n")
-        elif name not in (b"upgrade", b"http2-settings"):
+        elif name not in (b"upgrade", b"http2-settings", b"expect"):
             lines.append(name + b": " + value + b"\r\n")
     return lines

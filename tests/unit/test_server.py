@@ -146,6 +146,15 @@ async def test_a_client_that_expects_100_continue_is_told_to_go_on() -> None:
         assert json.loads((await client.answer()).body)["body"] == "abcde"
 
 
+async def test_an_offer_to_upgrade_that_expects_100_continue_is_declined_and_told_to_go_on_once() -> None:
+    async with asking() as client:
+        await client.send(UPGRADING.replace(b"x-a: 1", b"expect: 100-continue").removesuffix(b"abcde"))
+        assert await client.read() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await client.send(b"abcde")
+        answer = await client.answer()
+        assert (answer.interim, json.loads(answer.body)["body"]) == ([], "abcde")
+
+
 async def test_a_client_that_expects_100_continue_behind_another_request_is_told_in_its_turn() -> None:
     gate = asyncio.Event()
 
