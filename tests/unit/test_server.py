@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from router.clients import MAX_HEAD_BYTES, ClientConnection, origin_form
+from router.clients import ClientConnection
 from router.exchange import Exchange
+from router.reader import MAX_HEAD_BYTES, origin_form
 from router.server import Handler, Server
 from tests.raw import RawClient, talking
 from tests.transports import FakeTransport
@@ -127,6 +128,17 @@ async def test_an_http_1_0_client_gets_no_chunks_and_its_connection_closed() -> 
         await client.send(b"POST / HTTP/1.0\r\ncontent-length: 1\r\nexpect: 100-continue\r\n\r\nx")
         answer = await client.read_to_end()
         assert answer == b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nabcd"
+
+
+async def test_an_http_1_0_client_that_offers_to_upgrade_stays_one() -> None:
+    async def stream(exchange: Exchange) -> None:
+        exchange.begin(200, [], None)
+        exchange.write(exchange.body)
+        exchange.end()
+
+    async with asking(stream) as client:
+        await client.send(UPGRADING.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert await client.read_to_end() == b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nabcde"
 
 
 async def test_an_http_1_0_client_may_keep_its_connection_when_the_length_is_known() -> None:
