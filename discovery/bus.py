@@ -410,7 +410,10 @@ class Bus:
     def _cause(self, error: Exception) -> str:
         """What went wrong in connecting: when all servers failed, the client says only that, and told us why before."""
         cause = self._last_error or error
-        return redact_text(str(cause)) or type(cause).__name__
+        said = redact_text(str(cause)) or type(cause).__name__
+        if isinstance(cause, ConnectionError | errors.UnexpectedEOF) and not isinstance(cause, ConnectionRefusedError):
+            said += "; it was there and hung up, as NATS does to wrong credentials: Authorization, or TLS, may be missing"
+        return said
 
 
 async def _settle(client: Client, timeout_s: int) -> None:

@@ -145,7 +145,7 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
         total_blocks=cache.total_blocks,
         kv_sources=sources,
         tokenizer=spec.tokenizer or vllm.weights_of(models),
-        load_path=vllm.METRICS if metrics.read_load(EngineKind.VLLM, text) else None,
+        load_path=vllm.METRICS if page.ok else None,  # one page without load is no reason never to look again
         no_kv_events="" if sources else why,
         boot=metrics.read_boot(text),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -30,6 +31,7 @@ from engines.simulator.settings import SimulateSettings
 from engines.types import EngineInfo, EngineKind, EngineSpec, KvSource
 from engines.zmtp import socket_type
 from tests.integration.engine_fakes import Answer, FakeEngine, sglang_answers, vllm_answers
+from tests.waiting import until
 
 Start = Callable[..., Awaitable[FakeEngine]]
 
@@ -252,8 +254,14 @@ async def test_who_binds_is_found_out_where_the_configuration_does_not_tell(sess
             (found,) = (await ask(session, EngineSpec(engine.url))).kv_sources
             assert (found.events, found.bind) == (f"tcp://127.0.0.1:{port}", not engine_binds)
             bound[kind].close(linger=0)
+            await until(lambda port=port: refused(port), what="the socket to be closed: a thread of its own does that")
             (found,) = (await ask(session, EngineSpec(engine.url))).kv_sources
             assert found.bind  # nobody listens there: it is ours to bind
+
+
+def refused(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
 
 
 async def test_what_speaks_no_zmq_is_no_publisher() -> None:
