@@ -23,6 +23,7 @@ from discovery.config.errors import ConfigError
 from discovery.config.specs import build_engine_spec
 from engines.urls import WILDCARDS, normalise, split_tcp
 from router.addresses import refusal
+from router.errand import in_task
 from router.roster import Added, UnknownEngine
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ async def _spec(body: bytes) -> EngineSpec:
         raise Refused(f"the body is not a JSON object that describes an engine: {error}") from None
     events = {parts[0] for address in (spec.kv_events, spec.kv_replay) if address is not None and (parts := split_tcp(address)) is not None}
     for host in {urlsplit(spec.url).hostname or "", *(events - WILDCARDS)}:  # a wildcard there means the engine's own host
-        await _must_be_fit(host)
+        await in_task(_must_be_fit(host))  # it looks at the clock
     return spec
 
 

@@ -13,8 +13,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
@@ -219,13 +219,12 @@ def _dispatch(proxy: Proxy, answers: Answers) -> Handler:
     """Inference paths to the proxy, everything else to the router's own answers."""
     bits = random.Random().getrandbits
 
-    async def handle(exchange: Exchange) -> None:
+    def handle(exchange: Exchange) -> Coroutine[Any, Any, None]:
         exchange.trace = Trace(exchange.headers, bits)
         route = INFERENCE.get(exchange.path)
         if route is not None and exchange.method == route.method and exchange.upgrade == route.websocket:
-            await proxy.serve(exchange)
-        else:
-            await answers.serve(exchange)
+            return proxy.serve(exchange)
+        return answers.serve(exchange)
 
     return handle
 

@@ -1,6 +1,6 @@
 """Whose turn is it on a client's socket? One `ClientConnection` per socket: requests in, one answered at a time, and in order.
 
-Each request read (`reader`) becomes an `Exchange`, handled by one task; pipelined ones wait. A client that leaves cancels the task: its
+Each request read (`reader`) becomes an `Exchange`, handled by one errand; pipelined ones wait. A client that leaves cancels it: its
 half-close counts as leaving, since nothing tells `close` from `shutdown` until something is written.
 
 What cannot become an exchange is refused here, once, in its turn; the rest of the input is then read only to be thrown away, so that
@@ -99,9 +99,9 @@ class ClientConnection(asyncio.Protocol):
         self._reader.close()
         self._server.connections.discard(self)
         self._waiting.clear()
-        if self.current is not None and self.current.task is not None:
-            self.current.task.cancel()
-            self.current.task = None  # it will hold its own frames, and they the exchange
+        if self.current is not None and self.current.errand is not None:
+            self.current.errand.cancel()
+            self.current.errand = None  # it will hold its own frames, and they the exchange
 
     def data_received(self, data: bytes) -> None:
         """Read on; whole requests come back by `asked`."""
@@ -113,6 +113,8 @@ class ClientConnection(asyncio.Protocol):
                 self._number, self._head_since = reader.number, self.last_seen
         if data and self._upgrading:
             self._keep_early(data)
+        if self._waiting and self.current is None:
+            self._go_on()
 
     def pause_writing(self) -> None:
         """The client reads more slowly than the engine writes."""
@@ -154,10 +156,7 @@ class ClientConnection(asyncio.Protocol):
         exchange.keep_alive = message.keep_alive
         exchange.upgrade = self._upgrading = message.upgrade
         self._owes_continue = False
-        if self.current is None and not self.full:
-            self._start(exchange)
-            return
-        self._waiting.append(exchange)
+        self._waiting.append(exchange)  # `data_received` goes on with it
         self._waiting_bytes += len(message.body)
         if (len(self._waiting) >= MAX_PIPELINED or self._waiting_bytes > MAX_WAITING_BYTES) and self.transport is not None:
             self._reading_paused = True
@@ -196,7 +195,10 @@ class ClientConnection(asyncio.Protocol):
             self.transport.close()
             return
         self.last_seen = self._server.loop.time()
-        self._go_on()
+        if self._waiting:
+            self._server.loop.call_soon(self._go_on)  # each of many in a turn of its own
+        else:
+            self._give_due()
 
     def sweep(self, now: float, idle_s: float, stall_s: float) -> bool:
         """End the connection if it has been silent too long; whether a client was dropped that did not take its answer."""
@@ -238,20 +240,18 @@ class ClientConnection(asyncio.Protocol):
 
     # inside
 
-    def _start(self, exchange: Exchange) -> None:
-        self.current = exchange
-        exchange.task = self._server.start(exchange)
-
     def _go_on(self) -> None:
-        """Nothing is being answered: start what waits, or give the client what it waits for."""
+        """Start what waits, if nothing is being answered; or give the client what it waits for."""
+        if self.current is not None or self.full or self.closed:
+            return
         if not self._waiting:
             self._give_due()
             return
-        if self.full:
-            return
-        exchange = self._waiting.popleft()
+        exchange = self.current = self._waiting.popleft()
         self._waiting_bytes -= len(exchange.body)
-        self._start(exchange)
+        errand = self._server.start(exchange)
+        if not errand.over and not self.closed:
+            exchange.errand = errand
         if self._reading_paused and not self._upgrading and self.transport is not None:
             self._reading_paused = False
             self.transport.resume_reading()

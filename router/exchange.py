@@ -14,6 +14,7 @@ from router.api import api_error
 
 if TYPE_CHECKING:
     from router.clients import ClientConnection
+    from router.errand import Errand
     from router.tracing import Trace
 
 Headers = list[tuple[bytes, bytes]]
@@ -47,6 +48,7 @@ class Exchange:
         "body",
         "client",
         "ended",
+        "errand",
         "headers",
         "http11",
         "keep_alive",
@@ -55,7 +57,6 @@ class Exchange:
         "query",
         "started",
         "status",
-        "task",
         "trace",
         "upgrade",
     )
@@ -77,7 +78,8 @@ class Exchange:
         """Status sent to the client; 0 before `begin`."""
         self.started = False
         self.ended = False
-        self.task: asyncio.Task[None] | None = None
+        self.errand: Errand | None = None
+        """What answers it; None before it begins and once it is over."""
         self._flow: Flow | None = None
         self._chunked = False
         self._until_close = False

@@ -12,6 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from engines.errors import EngineConnectTimeout, EngineUnreachable
+from router.errand import in_task
 from router.sockets import ENGINE_PROBES, watch_for_dead_peer
 from router.upstream import EngineConnection, Timeouts
 
@@ -74,6 +75,9 @@ class EnginePool:
 
     async def connect(self) -> EngineConnection:
         """A new connection. Raises EngineUnreachable."""
+        return await in_task(self._connect())
+
+    async def _connect(self) -> EngineConnection:
         connection = EngineConnection(self)
         established = False
         try:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from router.api import error_event
+from router.errand import Bell
 from router.retry import Attempt, judge
 from router.sse import Scanner, Usage
 from router.tracing import REQUEST_ID
@@ -58,7 +59,7 @@ _TAG: Final = re.compile(r"<[^>]*>")
 
 
 class Relay:
-    """Sink for one answer; `done` resolves when it is over, whatever happened."""
+    """Sink for one answer; `done` rings when it is over, whatever happened."""
 
     __slots__ = (
         "_accept",
@@ -83,7 +84,7 @@ class Relay:
         self, exchange: Exchange, accept: Callable[[int], bool], extra_headers: Headers, on_first_token: Callable[[], None]
     ) -> None:
         self.exchange = exchange
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.done = Bell()
         self.head_seen: ResponseHead | None = None
         self.accepted = False
         """The answer is the client's, and no other engine will be asked."""
@@ -141,8 +142,7 @@ class Relay:
                 self._complete()
         elif self.accepted and error is None:
             self.give_held()
-        if not self.done.done():
-            self.done.set_result(None)
+        self.done.ring()
 
     def switched(self, transport: asyncio.Transport, first: bytes) -> bool:
         """The engine has agreed to a WebSocket: join the two sockets, if the client asked for it."""
@@ -175,7 +175,7 @@ class Relay:
     @property
     def over(self) -> bool:
         """The engine is done with this answer; its connection is back in the pool, or closed."""
-        return self.done.done() and not self.done.cancelled()
+        return self.done.rung
 
     @property
     def streamed(self) -> bool:
@@ -257,8 +257,7 @@ class Relay:
             self._on_first_token()
 
     def _tunnel_ended(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
+        self.done.ring()
 
 
 def _is_json(head: ResponseHead) -> bool:

@@ -1,18 +1,20 @@
-"""Who answers clients, and for how long? Accepts their sockets and owns one task per request in progress.
+"""Who answers clients, and for how long? Accepts their sockets and owns one errand per request in progress.
 
-Bytes of an answer are written from the engine connection's own callbacks, so no task wakes per chunk.
+Bytes of an answer are written from the engine connection's own callbacks, so nothing wakes per chunk.
 
-    socket ──▶ ClientConnection ──▶ Exchange ──task──▶ handler(exchange) ── begin · write · end ──▶ socket
+    socket ──▶ ClientConnection ──▶ Exchange ──errand──▶ handler(exchange) ── begin · write · end ──▶ socket
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Final
 
 from router.clients import ClientConnection
+from router.errand import Errand
 from router.exchange import Exchange
 from router.sockets import CLIENT_PROBES, watch_for_dead_peer
 
@@ -25,7 +27,7 @@ SWEEP_PERIOD_S: Final = 1.0
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Exchange], Awaitable[None]]
+Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
 
 
 class Server:
@@ -58,13 +60,15 @@ class Server:
         self._keep_alive_s = keep_alive_s
         self._stall_timeout_s = stall_timeout_s
         self._grace_period_s = grace_period_s
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._errands: set[Errand] = set()
+        self._quiet = asyncio.Event()
+        """No request is in progress, as of the last that ended."""
         self._listener: asyncio.Server | None = None
 
     @property
     def in_progress(self) -> int:
         """Requests being handled."""
-        return len(self._tasks)
+        return len(self._errands)
 
     async def listen(self, host: str, port: int, ssl_context: ssl.SSLContext | None = None) -> int:
         """Bind, and return the port bound: the kernel's choice when `port` is 0. Raises OSError."""
@@ -93,26 +97,35 @@ class Server:
             self._listener.close()
         for connection in [c for c in self.connections if c.current is None and not c.receiving]:
             connection.close()
-        if self._tasks:
-            log.info("stopping: waiting for requests in progress", extra={"fields": {"requests": len(self._tasks)}})
-            await asyncio.wait(self._tasks, timeout=self._grace_period_s)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if self._errands:
+            log.info("stopping: waiting for requests in progress", extra={"fields": {"requests": len(self._errands)}})
+            self._quiet.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._grace_period_s):
+                    await self._quiet.wait()
+        for errand in list(self._errands):
+            errand.cancel()
+        if self._errands:
+            self._quiet.clear()
+            await self._quiet.wait()
         for connection in list(self.connections):
             connection.close()
 
-    def start(self, exchange: Exchange) -> asyncio.Task[None]:
-        """Handle one request in a task of its own, owned here until it is done."""
-        task = self.loop.create_task(self._handle(exchange))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def start(self, exchange: Exchange) -> Errand:
+        """Handle one request, now and for as long as it takes."""
+        errand = Errand(self._handle(exchange), self._ended)
+        self._errands.add(errand)
+        errand.step()
+        return errand
 
     def refused(self, status: int) -> None:
         """Count a request that was answered before it reached the handler."""
         self.refusals[status] = self.refusals.get(status, 0) + 1
+
+    def _ended(self, errand: Errand) -> None:
+        self._errands.discard(errand)
+        if not self._errands:
+            self._quiet.set()
 
     async def _handle(self, exchange: Exchange) -> None:
         try:

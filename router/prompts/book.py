@@ -17,6 +17,7 @@ import msgspec
 
 from engines.types import EngineInfo
 from router.prompts import asking, parity
+from router.errand import in_task
 from router.prompts.asker import Asker, Post
 from router.prompts.chat import ChatFields
 from router.prompts.encoder import PromptEncoder, load_model
@@ -196,7 +197,7 @@ class PromptBook:
         outcome: Outcome | None = self._memo.get(key)
         for entry in group[:2] if outcome is None else ():
             try:
-                outcome = await entry.asker.packed(wanted.body(entry.info.kind, entry.asker.model))
+                outcome = await in_task(entry.asker.packed(wanted.body(entry.info.kind, entry.asker.model)))
                 self._memo.put(key, outcome)
                 break
             except NotRenderable as problem:
