@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from typing import cast
 
 import msgspec
 
@@ -25,8 +26,6 @@ CREDENTIALS = re.compile(
 
 
 NUMBERS = frozenset({int, float, bool})
-SUSPICIOUS = re.compile(r"@|bearer|basic|key|password|secret|token", re.IGNORECASE)
-"""In every text that `CREDENTIALS` would change, and in few others: nearly all log fields pass at the cost of this search."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -38,9 +37,17 @@ def is_secret(name: str) -> bool:
 
 def redact_text(text: str) -> str:
     """`text` with credentials in it masked."""
-    if SUSPICIOUS.search(text) is None:
+    if not _suspicious(text.casefold()):
         return text
     return CREDENTIALS.sub(lambda found: f"{found['before'] or found['scheme'] or found['key']}{MASK}{found['after'] or ''}", text)
+
+
+def _suspicious(text: str) -> bool:
+    """Of every text that `CREDENTIALS` would change, and of few others: nearly all log fields pass at the cost of this search.
+
+    (Case is folded as the expression does: to it, `ſecret` is one too.)
+    """
+    return "@" in text or "bearer" in text or "basic" in text or "key" in text or "password" in text or "secret" in text or "token" in text
 
 
 def redact(value: object) -> object:
@@ -68,9 +75,13 @@ def redact_fields(fields: Mapping[object, object] | Mapping[str, object]) -> dic
     """`redact` for what has names: a value under a secret's name is masked whole."""
     shown: dict[str, object] = {}
     for key, item in fields.items():
-        name = str(key)
-        if item is None or (type(item) in NUMBERS and not is_secret(name)):
+        name, kind = str(key), type(item)
+        if item is None:
             shown[name] = item
+        elif is_secret(name):
+            shown[name] = MASK
+        elif kind is str:
+            shown[name] = redact_text(cast("str", item))
         else:
-            shown[name] = MASK if is_secret(name) else redact(item)
+            shown[name] = item if kind in NUMBERS else redact(item)
     return shown

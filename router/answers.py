@@ -152,7 +152,7 @@ def explanation(choice: Choice) -> dict[str, Any]:
                 "prompt_blocks": scored.candidate.prompt_blocks,
                 "overlap": scored.candidate.overlap,
                 "load": scored.candidate.load,
-                "signal": scored.candidate.signal,
+                "signal": scored.candidate.signal if decision.looked_at_caches else None,
             }
             for scored in sorted(decision.scores, key=lambda scored: scored.cost)
         ],

@@ -18,7 +18,7 @@ from router.intake import Asked
 from router.load import LoadBook, Reservation
 from router.scheduling.explain import reused_blocks
 from router.scheduling.scheduler import Scheduler
-from router.scheduling.types import Candidate, Decision, Overlap, Rejection
+from router.scheduling.types import Candidate, Decision, Load, Overlap, Rejection
 
 NOTHING: Final = Overlap()
 ASSUMED_BLOCK_SIZE: Final = 16
@@ -48,7 +48,12 @@ class _View(msgspec.Struct, frozen=True):
     endpoint: Endpoint
     block_size: int
     keys: list[int]
+    load: Load
     signal: Signal
+
+
+_Able = tuple[Member, Endpoint, Load]
+"""An endpoint that may be chosen."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -100,7 +105,9 @@ class Chooser:
         """Choose an endpoint among engines not in `tried`. Raises NoCandidate when none is left, PolicyError when the policy fails."""
         now = self._clock()
         able, rejected = self._able(asked, tried, now)
-        seen = [self._see(member, endpoint, asked, now) for member, endpoint in able]
+        if not self._scheduler.uses_cache:
+            return self._decide_by_load(asked, able, rejected, now)
+        seen = [self._see(member, endpoint, load, asked, now) for member, endpoint, load in able]
         overlaps, in_flight = self._match(asked, seen)
         candidates = [
             Candidate(
@@ -109,7 +116,7 @@ class Chooser:
                 prompt_blocks=len(view.keys),
                 new_blocks=len(view.keys) - in_flight.get(view.endpoint, 0),
                 overlap=overlaps.get(view.endpoint, NOTHING),
-                load=self._load.load(view.endpoint, now),
+                load=view.load,
                 signal=view.signal,
             )
             for view in seen
@@ -118,6 +125,15 @@ class Chooser:
         chosen = next(view for view in seen if view.endpoint == decision.chosen.endpoint)
         return Choice(asked, decision, chosen.member, chosen.keys)
 
+    def _decide_by_load(self, asked: Asked, able: list[_Able], rejected: list[tuple[Endpoint, Rejection]], now: float) -> Choice:
+        """The same for a policy that does not look at caches: nobody is asked about them."""
+        candidates = [
+            Candidate(endpoint, member.info.block_size or ASSUMED_BLOCK_SIZE, 0, 0, NOTHING, load) for member, endpoint, load in able
+        ]
+        decision = self._scheduler.decide(asked.request, candidates, rejected, now)
+        chosen = decision.chosen
+        return Choice(asked, decision, able[candidates.index(chosen)][0], [])
+
     def reserve(self, choice: Choice) -> Reservation:
         """Count the request on its endpoint, until the reservation is released."""
         return self._load.reserve(choice.endpoint, choice.keys, choice.uncached_tokens)
@@ -125,9 +141,9 @@ class Chooser:
     def rejections(self, asked: Asked, tried: set[str]) -> list[tuple[Endpoint, Rejection]] | None:
         """Why no endpoint can take the request now, or None when one can. One that is suspected cannot: who waits can wait for it."""
         able, rejected = self._able(asked, tried, self._clock())
-        if any(not member.suspected for member, _ in able):
+        if any(not member.suspected for member, _, _ in able):
             return None
-        return rejected + [(endpoint, Rejection.EJECTED) for _, endpoint in able]
+        return rejected + [(endpoint, Rejection.EJECTED) for _, endpoint, _ in able]
 
     def cooled_in(self, asked: Asked, tried: set[str]) -> float | None:
         """Seconds until the first engine that is being left alone may be asked again; None when there is none."""
@@ -159,23 +175,24 @@ class Chooser:
         """Engines for the request as they are now: some may have left since it was read, others joined."""
         return self._fleet.able(asked.request.model, asked.route.engines)
 
-    def _able(self, asked: Asked, tried: set[str], now: float) -> tuple[list[tuple[Member, Endpoint]], list[tuple[Endpoint, Rejection]]]:
+    def _able(self, asked: Asked, tried: set[str], now: float) -> tuple[list[_Able], list[tuple[Endpoint, Rejection]]]:
         """Endpoints that may be chosen, and the others with the reason."""
         members, rejected = self._fleet.eligible(self._members(asked), tried, now)
         able = []
         for member in members:
             room = member.room(now, self._fleet.max_active_requests)
             for endpoint in member.endpoints:
-                if self._load.active_requests(endpoint) < room:
-                    able.append((member, endpoint))
+                load = self._load.load(endpoint, now)
+                if load.active_requests < room:
+                    able.append((member, endpoint, load))
                 else:
                     rejected.append((endpoint, Rejection.SATURATED))
         return able, rejected
 
-    def _see(self, member: Member, endpoint: Endpoint, asked: Asked, now: float) -> _View:
+    def _see(self, member: Member, endpoint: Endpoint, load: Load, asked: Asked, now: float) -> _View:
         block_size = self._signals.block_size(endpoint) or member.info.block_size
         keys = asked.keys(member.info.id, block_size) if block_size else []
-        return _View(member, endpoint, block_size or ASSUMED_BLOCK_SIZE, keys, self._signals.signal(endpoint, now))
+        return _View(member, endpoint, block_size or ASSUMED_BLOCK_SIZE, keys, load, self._signals.signal(endpoint, now))
 
     def _match(self, asked: Asked, seen: list[_View]) -> tuple[dict[Endpoint, Overlap], dict[Endpoint, int]]:
         """What each endpoint has of the prompt, and how many of its leading blocks are in flight there.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, cast
 from router import sockets
 from router.api import api_error
 from router.exchange import Exchange
-from router.reader import Message, RequestReader, path_of
+from router.reader import RequestReader, path_of
 
 if TYPE_CHECKING:
     from router.exchange import Headers
@@ -148,16 +148,16 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._owes_continue = True
 
-    def asked(self, message: Message) -> None:
-        """Answer a request, now or in its turn."""
-        exchange = Exchange(self, message.method, message.target, message.headers, message.body)
+    def asked(self, method: str, target: bytes, headers: Headers, body: bytes, *, http11: bool, keep_alive: bool, upgrade: bool) -> None:
+        """Answer a request in its turn."""
+        exchange = Exchange(self, method, target, headers, body)
         exchange.client = self._client
-        exchange.http11 = message.http11
-        exchange.keep_alive = message.keep_alive
-        exchange.upgrade = self._upgrading = message.upgrade
+        exchange.http11 = http11
+        exchange.keep_alive = keep_alive
+        exchange.upgrade = self._upgrading = upgrade
         self._owes_continue = False
         self._waiting.append(exchange)  # `data_received` goes on with it
-        self._waiting_bytes += len(message.body)
+        self._waiting_bytes += len(body)
         if (len(self._waiting) >= MAX_PIPELINED or self._waiting_bytes > MAX_WAITING_BYTES) and self.transport is not None:
             self._reading_paused = True
             self.transport.pause_reading()

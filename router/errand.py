@@ -111,6 +111,12 @@ class Errand:
         self._ended(self)
 
 
-async def in_task(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of something that has to run in a task, which is cancelled with the errand."""
-    return await asyncio.get_running_loop().create_task(coroutine)
+async def in_task(coroutine: Coroutine[Any, Any, T], undo: Callable[[T], object] | None = None) -> T:
+    """The result of something that has to run in a task, which is cancelled with the errand; `undo` gets a result that comes too late."""
+    task = asyncio.get_running_loop().create_task(coroutine)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if undo is not None and task.done() and not task.cancelled() and task.exception() is None:
+            undo(task.result())
+        raise

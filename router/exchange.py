@@ -2,6 +2,9 @@
 
 An answer is `begin`, any number of `write`s, `end`; or `abort`, which breaks the connection so that no client can take what it has
 for complete. Framing is decided once, in `begin`: by length, in chunks, or, for an HTTP/1.0 client, until the connection closes.
+
+Each system call costs as much as all our own work on a piece, so what is known to go together goes in one: the head waits for the first
+piece (or `flush`), and the last piece, where the caller knows it, for the end.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ Headers = list[tuple[bytes, bytes]]
 """Header names in lower case, with their values, in the order they came."""
 
 STATUS_LINES: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+ONE_WRITE_BYTES: Final = 64 * 1024
+"""Up to here, copying costs less than a second system call."""
 WITHOUT_BODY: Final = frozenset({204, 304})
 
 
@@ -44,6 +49,7 @@ class Exchange:
         "_chunked",
         "_connection",
         "_flow",
+        "_pending",
         "_until_close",
         "body",
         "client",
@@ -81,6 +87,8 @@ class Exchange:
         self.errand: Errand | None = None
         """What answers it; None before it begins and once it is over."""
         self._flow: Flow | None = None
+        self._pending = b""
+        """Written, and waiting for what goes with it."""
         self._chunked = False
         self._until_close = False
         self._bare = method == "HEAD"
@@ -110,14 +118,13 @@ class Exchange:
             flow.pause()
 
     def begin(self, status: int, headers: Headers, length: int | None) -> None:
-        """Send the head. `length` None means it is not known: chunked for HTTP/1.1, until close for HTTP/1.0."""
+        """The head. `length` None means it is not known: chunked for HTTP/1.1, until close for HTTP/1.0."""
         self.started = True
         self.status = status
         parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d Status\r\n" % status]
-        for name, value in headers:
-            parts += (name, b": ", value, b"\r\n")
+        parts += [b"%b: %b\r\n" % header for header in headers]
         if self.trace is not None:
-            parts += (b"x-request-id: ", self.trace.request_id, b"\r\n")
+            parts.append(b"x-request-id: %b\r\n" % self.trace.request_id)
         if status in WITHOUT_BODY:
             self._bare = True
         elif length is not None:
@@ -134,13 +141,29 @@ class Exchange:
         elif not self.http11:
             parts.append(b"connection: keep-alive\r\n")
         parts.append(b"\r\n")
-        self._connection.write(b"".join(parts))
+        self._pending = b"".join(parts)
 
-    def write(self, data: bytes) -> None:
-        """Send a piece of the body."""
+    def write(self, data: bytes, *, last: bool = False) -> None:
+        """Send a piece of the body; `last`, when `end` follows at once."""
+        if not data or self._bare:
+            return
+        if self._chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        if self._pending:
+            data = self._pending + data
+            self._pending = b""
+        if last and len(data) < ONE_WRITE_BYTES:
+            self._pending = data
+            return
         transport = self._connection.transport
-        if transport is not None and data and not self._bare:
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        if transport is not None:
+            transport.write(data)
+
+    def flush(self) -> None:
+        """Send what waits: nothing goes with it soon."""
+        if self._pending:
+            self._connection.write(self._pending)
+            self._pending = b""
 
     def end(self) -> None:
         """The answer is complete; the connection goes on to its next request, if it may."""
@@ -149,7 +172,8 @@ class Exchange:
         self.ended = True
         self._flow = None  # from here on, whoever fed this exchange may be feeding another
         if self._chunked and not self._bare:
-            self._connection.write(b"0\r\n\r\n")
+            self._pending += b"0\r\n\r\n"
+        self.flush()
         self._connection.finished(self)
 
     def abort(self) -> None:
@@ -159,6 +183,7 @@ class Exchange:
         self.ended = True
         self._flow = None
         self.keep_alive = False
+        self.flush()
         if self._until_close:  # closing *is* this answer's proper end: only a reset says that it broke off
             self._connection.reset_when_closed()
         self._connection.finished(self)
@@ -180,7 +205,7 @@ class Exchange:
     def respond(self, status: int, body: bytes, content_type: bytes = b"application/json", headers: Headers | None = None) -> None:
         """Send a whole answer at once."""
         self.begin(status, [(b"content-type", content_type), *(headers or [])], len(body))
-        self.write(body)
+        self.write(body, last=True)
         self.end()
 
     def error(self, status: int, message: str, code: str | None = None, headers: Headers | None = None) -> None:

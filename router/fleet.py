@@ -88,6 +88,8 @@ class Fleet:
         self.max_active_requests = max_active_requests
         self.members: dict[str, Member] = {}
         self._by_model: dict[str, list[Member]] = {}
+        self._able: dict[tuple[str, frozenset[EngineKind]], list[Member]] = {}
+        """Answers of `able` that have been asked for."""
         self._adapters: dict[str, str | None] = {}
         self._draining: set[str] = set()
         self._lost: dict[str, tuple[str, ...]] = {}
@@ -146,7 +148,12 @@ class Fleet:
 
     def able(self, model: str, kinds: frozenset[EngineKind]) -> list[Member]:
         """Those of them that are of one of these kinds."""
-        return [member for member in self.of_model(model) if member.info.kind in kinds]
+        able = self._able.get((model, kinds))
+        if able is None:
+            able = [member for member in self.of_model(model) if member.info.kind in kinds]
+            if able:  # what clients ask for in vain is not remembered
+                self._able[model, kinds] = able
+        return able
 
     def lost_models(self) -> set[str]:
         """Models that no engine serves any more, although it was not said that they are to go."""
@@ -182,7 +189,7 @@ class Fleet:
         rejected = []
         cooling = False
         for member in members:
-            rejection = Rejection.EXCLUDED if member.info.id in tried else member.rejection(now)
+            rejection = Rejection.EXCLUDED if tried and member.info.id in tried else member.rejection(now)
             if rejection is None:
                 eligible.append(member)
                 continue
@@ -197,6 +204,7 @@ class Fleet:
 
     def _rebuild(self) -> None:
         self._by_model = {}
+        self._able = {}
         self._adapters = {}
         for member in self.members.values():
             if member.serving:

@@ -72,7 +72,10 @@ class Intake:
             elif name == self._session_header:
                 session = value.decode("latin-1")
         parsed = openai.parse(body, content_type)
-        model, members = self._engines_for(route, parsed.model)
+        model = parsed.model
+        members = self._fleet.able(model, route.engines) if model is not None else []
+        if not members or model is None:
+            model, members = self._engines_for(route, model)
         if parsed.must_strip:
             body = openai.strip(body)
         tokens: dict[str, Tokens] = {}
@@ -89,7 +92,7 @@ class Intake:
             body=body,
             request=RoutingRequest(model, count, "" if count else reason, session or parsed.session),
             tokens=tokens,
-            root=root_seed(self._fleet.adapter(model), parsed.salt),
+            root=root_seed(self._fleet.adapter(model), parsed.salt) if tokens else 0,
             priority=parsed.urgency,
         )
 

@@ -69,7 +69,16 @@ class ApiBody(ChatFields, kw_only=True):
     @property
     def must_strip(self) -> bool:
         """Whether the body carries fields that must not pass."""
-        return any(getattr(self, name) is not UNSET for name in STRIPPED)
+        return not (
+            self.kv_transfer_params is UNSET
+            and self.bootstrap_host is UNSET
+            and self.bootstrap_port is UNSET
+            and self.bootstrap_room is UNSET
+            and self.bootstrap_pair_key is UNSET
+            and self.routed_dp_rank is UNSET
+            and self.data_parallel_rank is UNSET
+            and self.disagg_prefill_dp_rank is UNSET
+        )
 
     @property
     def wants_special_tokens(self) -> bool:

@@ -75,7 +75,7 @@ class EnginePool:
 
     async def connect(self) -> EngineConnection:
         """A new connection. Raises EngineUnreachable."""
-        return await in_task(self._connect())
+        return await in_task(self._connect(), EngineConnection.abandon)
 
     async def _connect(self) -> EngineConnection:
         connection = EngineConnection(self)

@@ -177,7 +177,7 @@ class Proxy:
 
         trip.tries += 1
         explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []
-        relay = trip.relay = Relay(exchange, lambda status: status not in (429, 503), explained, first_token)
+        relay = trip.relay = Relay(exchange, explained, first_token)
         line = self._lines.get(choice.endpoint.engine)
         if line is None:
             return Attempt(EngineUnreachable("the engine has just left"), repeats=repeats)
@@ -294,7 +294,7 @@ def _explain_headers(choice: Choice) -> Headers:
         "rank": decision.chosen.endpoint.rank,
         "policy": decision.policy,
         "reason": decision.reason.value,
-        "signal": decision.chosen.signal.state.value,
+        "signal": decision.chosen.signal.state.value if decision.looked_at_caches else "not asked",
         "prompt-tokens": choice.asked.request.prompt_tokens,
         "overlap-tokens": choice.overlap_tokens,
     }

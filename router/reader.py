@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol
 
 import httptools
-import msgspec
 
 if TYPE_CHECKING:
     from router.exchange import Headers
@@ -20,22 +19,6 @@ MAX_CHUNK_OVERHEAD: Final = 16
 """Bytes of framing for each byte of a chunked body; one byte to a chunk takes five."""
 MAX_OFFERS: Final = 16
 """Requests in one read that offer to upgrade."""
-
-
-class Message(msgspec.Struct, frozen=True, gc=False):
-    """One request, whole."""
-
-    method: str
-    target: bytes
-    """Path and query."""
-    headers: list[tuple[bytes, bytes]]
-    """Names in lower case; no trailers."""
-    body: bytes
-    http11: bool
-    keep_alive: bool
-    """The connection may go on after it."""
-    upgrade: bool
-    """It asks to go on by WebSocket: what follows is no HTTP."""
 
 
 class Listener(Protocol):
@@ -49,8 +32,11 @@ class Listener(Protocol):
         """The client sends its body when it is told to go on."""
         ...
 
-    def asked(self, message: Message) -> None:
-        """A request is whole."""
+    def asked(self, method: str, target: bytes, headers: Headers, body: bytes, *, http11: bool, keep_alive: bool, upgrade: bool) -> None:
+        """A request is whole. `target`: path and query. `headers`: names in lower case, no trailers.
+
+        `keep_alive`: the connection may go on after it. `upgrade`: it asks to go on by WebSocket; what follows is no HTTP.
+        """
         ...
 
     def refused(self, target: bytes, status: int, words: str) -> None:
@@ -64,7 +50,6 @@ class RequestReader:
     __slots__ = (
         "_body",
         "_body_bytes",
-        "_head_bytes",
         "_headers",
         "_last_request",
         "_listener",
@@ -88,7 +73,6 @@ class RequestReader:
         self._method = ""
         self._target = b""
         self._headers: Headers = []
-        self._head_bytes = 0
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._message_bytes = 0
@@ -129,25 +113,17 @@ class RequestReader:
         self._message_bytes = 0
         self._target = b""
         self._headers = []
-        self._head_bytes = 0
         self._body = []
         self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """The target, perhaps in pieces."""
         self._target += url
-        self._head_bytes += len(url)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse_long_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header, whole. Trailers come here too, and are dropped: they must not pass for headers."""
-        if not self.in_head:
-            return
-        self._headers.append((name.lower(), value))
-        self._head_bytes += len(name) + len(value) + 4
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse_long_head()
+        if self.in_head:
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """The head is whole: refuse what cannot be served before its body comes, and let a waiting client go on."""
@@ -156,7 +132,9 @@ class RequestReader:
         if words:
             self._refuse(401, words)
         expects: bytes | None = None
+        head_bytes = len(self._target)
         for name, value in self._headers:
+            head_bytes += len(name) + len(value) + 4
             if name == b"content-length":
                 if value.isdigit() and int(value) > self._max_body_bytes:
                     self._refuse_long_body()
@@ -165,6 +143,8 @@ class RequestReader:
                     self._refuse(501, "this transfer coding is not known here; only `chunked` is")
             elif name == b"expect":
                 expects = value
+        if head_bytes > MAX_HEAD_BYTES:
+            self._refuse_long_head()
         if expects is None or self.deaf or self._parser.get_http_version() == "1.0":
             return
         if expects.lower() == b"100-continue":
@@ -187,7 +167,7 @@ class RequestReader:
             return
         parser = self._parser
         self._method = parser.get_method().decode("ascii")
-        upgrade = parser.should_upgrade()
+        upgrade: bool = parser.should_upgrade()
         if upgrade:
             if self._method != "GET" or (b"upgrade", b"websocket") not in [(name, value.lower()) for name, value in self._headers]:
                 return  # `_upgrade` follows
@@ -198,7 +178,8 @@ class RequestReader:
         self._last_request = not keep_alive
         self._body = []
         self.receiving = False
-        self._listener.asked(Message(self._method, target, self._headers, body, parser.get_http_version() != "1.0", keep_alive, upgrade))
+        http11 = parser.get_http_version() != "1.0"
+        self._listener.asked(self._method, target, self._headers, body, http11=http11, keep_alive=keep_alive, upgrade=upgrade)
 
     # inside
 

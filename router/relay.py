@@ -1,6 +1,6 @@
 """Where bytes move: one engine's answer on its way to one client.
 
-A `Relay` is the sink of an engine connection. It decides once, at the head, whether this answer is the client's (`accept`); from
+A `Relay` is the sink of an engine connection. It decides once, at the head, whether this answer is the client's; from
 then on every piece read from the engine is written to the client in the same callback. Nothing is kept: when the client's socket
 is full, the engine's is no longer read.
 
@@ -51,6 +51,8 @@ HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     }
 )
+OVERLOADED: Final = frozenset({429, 503})
+"""Answers that are not the client's as long as another engine may be asked."""
 NOT_PASSED_BACK: Final = HOP_BY_HOP | {REQUEST_ID}
 """The request's id is given by the router, whatever the engine calls it."""
 _OF_THE_BODY: Final = frozenset({b"content-type", b"content-length", b"content-encoding", b"content-language", b"etag", b"last-modified"})
@@ -62,7 +64,6 @@ class Relay:
     """Sink for one answer; `done` rings when it is over, whatever happened."""
 
     __slots__ = (
-        "_accept",
         "_extra_headers",
         "_held",
         "_held_bytes",
@@ -80,16 +81,13 @@ class Relay:
         "head_seen",
     )
 
-    def __init__(
-        self, exchange: Exchange, accept: Callable[[int], bool], extra_headers: Headers, on_first_token: Callable[[], None]
-    ) -> None:
+    def __init__(self, exchange: Exchange, extra_headers: Headers, on_first_token: Callable[[], None]) -> None:
         self.exchange = exchange
         self.done = Bell()
         self.head_seen: ResponseHead | None = None
         self.accepted = False
         """The answer is the client's, and no other engine will be asked."""
         self.error: EngineError | None = None
-        self._accept = accept
         self._extra_headers = extra_headers
         self._on_first_token = on_first_token
         self._passing = False
@@ -113,11 +111,11 @@ class Relay:
         self.head_seen = head
         if head.status == 101:
             return  # `switched` follows
-        self.accepted = self._accept(head.status)
+        self.accepted = head.status not in OVERLOADED
         if self.accepted and (head.status < 400 or _is_json(head)):
             self._begin(head, None)
 
-    def body(self, data: bytes) -> None:
+    def body(self, data: bytes, *, last: bool = False) -> None:
         """Pass a piece on."""
         scanner = self._scanner
         if scanner is None:
@@ -126,11 +124,16 @@ class Relay:
         if (data[-1] != LINE_FEED or self._unfinished) and self._streamed:
             data = self._whole_lines(data)
             if not data:
+                self.exchange.flush()
                 return
         self._last = data
-        self.exchange.write(data)
+        self.exchange.write(data, last=last)
         if scanner.feed(data):
             self._first_token()
+
+    def waits(self) -> None:
+        """Let the client have the head."""
+        self.exchange.flush()
 
     def finished(self, error: EngineError | None) -> None:
         """The engine is done with us."""

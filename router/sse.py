@@ -29,6 +29,10 @@ _NOTHING: Final = re.compile(rb"data:\s*(?:\[DONE\]|\Z)")
 _ERROR: Final = re.compile(rb'data:\s*\{\s*"(?:error"|object"\s*:\s*"error"|type"\s*:\s*"(?:error|response\.failed)")')
 _ERROR_NAMES: Final = frozenset({b"error", b"response.failed"})
 _TYPE: Final = re.compile(rb'data:\s*\{\s*"type"\s*:\s*"([^"]*)"')
+_CHUNK: Final = b'data: {"id":'
+_SOME_CHOICE: Final = b'"choices":[{'
+_ROLE_NAME: Final = b'"role"'
+_USUAL_BEGINNING: Final = b'{"role":"assistant","content":""'
 _ROLE: Final = re.compile(rb'"role"\s*:\s*"assistant"')
 _NO_CONTENT: Final = re.compile(rb'"content"\s*:\s*""')
 _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\]')
@@ -90,9 +94,10 @@ class Scanner:
 
     def feed(self, data: bytes) -> bool:
         """Look at the next piece, which is not empty."""
-        if self._settled and data[-1] == LINE_FEED and (_USAGE not in data or _only_null(data)) and b"error" not in data:
+        if self._settled and data[-1] == LINE_FEED and b"error" not in data and (b'"usage"' not in data or _only_null(data)):
             return False  # as nearly all pieces are
-        self._look_for_usage(data)
+        if self._cut_off or _USAGE in data or data[-1] in _USAGE:
+            self._look_for_usage(data)
         if not self._streamed:
             return False
         first = self._look_for_events(data)
@@ -159,6 +164,11 @@ class Scanner:
         if not line:
             self._name = b""
             return False
+        if not self._name and line.startswith(_CHUNK) and _SOME_CHOICE in line:  # the usual two; asked below, the answer is the same
+            if _ROLE_NAME not in line:
+                return True
+            if _USUAL_BEGINNING in line:
+                return False
         named = _EVENT_NAME.match(line)
         if named:
             self._name = named[1].rstrip()

@@ -54,8 +54,12 @@ class Sink(Protocol):
         """The response has begun."""
         ...
 
-    def body(self, data: bytes) -> None:
-        """A piece of the body, without transfer framing."""
+    def body(self, data: bytes, *, last: bool) -> None:
+        """A piece of the body, without transfer framing; `last`, when `finished` follows at once."""
+        ...
+
+    def waits(self) -> None:
+        """The head has come, and nothing with it."""
         ...
 
     def switched(self, transport: asyncio.Transport, first: bytes) -> bool:
@@ -201,7 +205,9 @@ class EngineConnection(asyncio.Protocol):
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
             if self._head is not None:
-                sink.body(body)
+                sink.body(body, last=self._complete)
+        elif self._steady:
+            sink.waits()
         if not self._steady:
             self._conclude(len(data))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.scheduling.types import Candidate, Overlap, Reason, RoutingRequest, Scored
+from router.scheduling.types import Candidate, Overlap, Reason, RoutingRequest
 
 
 def reused_blocks(overlap: Overlap) -> int:
@@ -16,18 +16,17 @@ def reused_blocks(overlap: Overlap) -> int:
     return max(overlap.in_flight, overlap.device + overlap.host + overlap.disk)
 
 
-def reason_for(request: RoutingRequest, scored: Sequence[Scored], chosen: Candidate) -> Reason:
-    """Why a policy that looks at the cache took `chosen` out of `scored`. Runtime complexity: O(len(scored)).
+def reason_for(request: RoutingRequest, candidates: Sequence[Candidate], costs: Sequence[float], position: int) -> Reason:
+    """Why a policy that looks at the cache took the candidate at `position`. Runtime complexity: O(len(candidates)).
 
     Prefixes of endpoints with different block sizes are compared in tokens.
     """
     if request.untokenizable:
         return Reason.UNTOKENIZABLE
+    chosen = candidates[position]
     reused = _reused_tokens(chosen)
-    if any(_reused_tokens(other.candidate) > reused for other in scored):
-        own = next((entry.cost for entry in scored if entry.candidate is chosen), None)
-        cheapest = min(entry.cost for entry in scored)
-        return Reason.SAMPLED if own is not None and own > cheapest else Reason.OUTWEIGHED
+    if any(_reused_tokens(other) > reused for other in candidates):
+        return Reason.SAMPLED if costs[position] > min(costs) else Reason.OUTWEIGHED
     if reused:
         return _source(chosen.overlap)
     if not chosen.prompt_blocks:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from engines.types import Endpoint
 from router.scheduling.explain import reason_for
 from router.scheduling.pick import lowest, sample
-from router.scheduling.types import Candidate, Context, Decision, Policy, Reason, Rejection, RoutingRequest, Scored
+from router.scheduling.types import Candidate, Context, Decision, Policy, Reason, Rejection, RoutingRequest
 
 
 class NoCandidate(Exception):
@@ -59,9 +59,8 @@ class Scheduler:
         else:
             position = lowest(costs, [candidate.load.last_assigned for candidate in candidates], self._rng)
         chosen = candidates[position]
-        scores = tuple(map(Scored, candidates, costs))
-        reason = reason_for(request, scores, chosen) if self.uses_cache else Reason.POLICY
-        return Decision(chosen, costs[position], reason, self.name, scores, tuple(rejected))
+        reason = reason_for(request, candidates, costs, position) if self.uses_cache else Reason.POLICY
+        return Decision(chosen, costs[position], reason, self.name, candidates, costs, rejected)
 
     def _costs(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> list[float]:
         try:
@@ -70,7 +69,7 @@ class Scheduler:
             raise PolicyError(self.policy, f"raised {type(error).__name__}: {error}") from error
         if len(costs) != len(candidates):
             raise PolicyError(self.policy, f"gave {len(costs)} costs for {len(candidates)} candidates")
-        if not all(cost > -math.inf for cost in costs):
+        if not math.isfinite(sum(costs)) and not all(cost > -math.inf for cost in costs):
             bad = next(number for number, cost in enumerate(costs) if not cost > -math.inf)
             raise PolicyError(self.policy, f"gave {candidates[bad].endpoint} the cost {costs[bad]}, which cannot be compared")
         return costs

@@ -72,6 +72,7 @@ class Candidate(msgspec.Struct, frozen=True):
     overlap: Overlap = Overlap()
     load: Load = Load()
     signal: Signal = LIVE
+    """Not looked up, and LIVE, for a policy with `uses_cache` False."""
 
 
 class Rejection(enum.StrEnum):
@@ -146,5 +147,17 @@ class Decision(msgspec.Struct, frozen=True):
     cost: float
     reason: Reason
     policy: str
-    scores: tuple[Scored, ...]
-    rejected: tuple[tuple[Endpoint, Rejection], ...] = ()
+    candidates: Sequence[Candidate]
+    costs: Sequence[float]
+    """Of the candidates, in their order."""
+    rejected: Sequence[tuple[Endpoint, Rejection]] = ()
+
+    @property
+    def looked_at_caches(self) -> bool:
+        """Whether the policy is one that does: else nobody asked for signals and overlaps."""
+        return self.reason is not Reason.POLICY
+
+    @property
+    def scores(self) -> tuple[Scored, ...]:
+        """Every candidate with its cost."""
+        return tuple(map(Scored, self.candidates, self.costs))

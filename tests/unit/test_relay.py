@@ -42,7 +42,7 @@ class Bench:
         self.exchange.http11, self.exchange.upgrade = http11, upgrade
         self.exchange.keep_alive = http11
         self.tokens = 0
-        self.relay = Relay(self.exchange, lambda status: status not in (429, 503), [(b"x-extra", b"1")], self.first_token)
+        self.relay = Relay(self.exchange, [(b"x-extra", b"1")], self.first_token)
 
     def first_token(self) -> None:
         self.tokens += 1

@@ -118,15 +118,15 @@ WARM = candidate("warm", overlap=Overlap(device=5, in_flight=5))
     ],
 )
 def test_O3_each_situation_has_its_reason(asked: RoutingRequest, chosen: Candidate, others: list[Candidate], reason: Reason) -> None:
-    scored = [Scored(chosen, 1.0), *(Scored(other, 2.0) for other in others)]
-    assert reason_for(asked, scored, chosen) is reason
-    assert reason_for(asked, scored[::-1], chosen) is reason
+    candidates, costs = [chosen, *others], [1.0, *(2.0 for _ in others)]
+    assert reason_for(asked, candidates, costs, 0) is reason
+    assert reason_for(asked, candidates[::-1], costs[::-1], len(others)) is reason
 
 
 def test_a_longer_prefix_passed_over_by_the_temperature_is_not_called_outweighed() -> None:
     cold = candidate("cold")
-    assert reason_for(request(), [Scored(WARM, 1.0), Scored(cold, 2.0)], cold) is Reason.SAMPLED
-    assert reason_for(request(), [Scored(WARM, 2.0), Scored(cold, 1.0)], cold) is Reason.OUTWEIGHED
+    assert reason_for(request(), [WARM, cold], [1.0, 2.0], 1) is Reason.SAMPLED
+    assert reason_for(request(), [WARM, cold], [2.0, 1.0], 1) is Reason.OUTWEIGHED
 
 
 # -- scheduler
@@ -141,7 +141,7 @@ def test_U5_a_decision_carries_every_score_and_every_rejection() -> None:
     assert decision.reason is Reason.KV
     assert decision.policy == "kv"
     assert decision.scores == (Scored(candidates[0], 20.0), Scored(WARM, 15.0))
-    assert decision.rejected == tuple(rejected)
+    assert decision.rejected == rejected
 
 
 def test_without_candidates_the_error_says_what_was_wrong_with_each() -> None:

@@ -26,19 +26,27 @@ class Record:
         self.pieces: list[bytes] = []
         self.error: EngineError | None = None
         self.over = False
+        self.last = False
+        self.waited = False
 
     def head(self, head: ResponseHead) -> None:
         self.heads.append(head)
 
-    def body(self, data: bytes) -> None:
+    def body(self, data: bytes, *, last: bool) -> None:
         assert data
+        assert not self.last, "something came after the last piece"
         self.pieces.append(data)
+        self.last = last
+
+    def waits(self) -> None:
+        self.waited = True
 
     def switched(self, transport: asyncio.Transport, first: bytes) -> bool:
         return False
 
     def finished(self, error: EngineError | None) -> None:
         assert not self.over
+        assert not (self.last and error), "a last piece was followed by no end"
         self.error = error
         self.over = True
 
