@@ -122,7 +122,7 @@ class Chooser:
             for view in seen
         ]
         decision = self._scheduler.decide(asked.request, candidates, rejected, now)
-        chosen = next(view for view in seen if view.endpoint == decision.chosen.endpoint)
+        chosen = seen[decision.position]
         return Choice(asked, decision, chosen.member, chosen.keys)
 
     def _decide_by_load(self, asked: Asked, able: list[_Able], rejected: list[tuple[Endpoint, Rejection]], now: float) -> Choice:
@@ -131,8 +131,7 @@ class Chooser:
             Candidate(endpoint, member.info.block_size or ASSUMED_BLOCK_SIZE, 0, 0, NOTHING, load) for member, endpoint, load in able
         ]
         decision = self._scheduler.decide(asked.request, candidates, rejected, now)
-        chosen = decision.chosen
-        return Choice(asked, decision, able[candidates.index(chosen)][0], [])
+        return Choice(asked, decision, able[decision.position][0], [])
 
     def reserve(self, choice: Choice) -> Reservation:
         """Count the request on its endpoint, until the reservation is released."""

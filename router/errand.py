@@ -47,12 +47,12 @@ class Bell:
 
 
 class Errand:
-    """Runs a coroutine to its end, or until `cancel`; what it raises, other than that it was cancelled, is its owner's mistake."""
+    """Runs a coroutine to its end, or until `cancel`."""
 
     __slots__ = ("_cancelled", "_coroutine", "_ended", "_waits_for", "over")
 
-    def __init__(self, coroutine: Coroutine[Any, None, None], ended: Callable[[Errand], None]) -> None:
-        """`ended` is called at the end; `step` begins."""
+    def __init__(self, coroutine: Coroutine[Any, None, None], ended: Callable[[Errand, BaseException | None], None]) -> None:
+        """`step` begins; at the end, `ended` is told what the coroutine raised (CancelledError, when it was cancelled), or None."""
         self._coroutine = coroutine
         self._ended = ended
         self._waits_for: Bell | asyncio.Future[Any] | None = None
@@ -64,11 +64,12 @@ class Errand:
         self._waits_for = None
         try:
             waits_for = self._coroutine.send(None) if error is None else self._coroutine.throw(error)
-        except (StopIteration, asyncio.CancelledError):
-            self._end()
-        except BaseException:
-            self._end()
-            raise
+        except StopIteration:
+            self.over = True
+            self._ended(self, None)
+        except (Exception, asyncio.CancelledError) as raised:  # noqa: BLE001  whoever owns the errand judges it
+            self.over = True
+            self._ended(self, raised)
         else:
             self._wait(waits_for)
 
@@ -105,10 +106,6 @@ class Errand:
             self.step(asyncio.CancelledError())
         else:
             self.step()
-
-    def _end(self) -> None:
-        self.over = True
-        self._ended(self)
 
 
 async def in_task(coroutine: Coroutine[Any, Any, T], undo: Callable[[T], object] | None = None) -> T:

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.routes import INFERENCE
-from router.scheduling.types import Decision
+from router.scheduling.types import Decision, Reason
 from router.tally import Count, Distribution
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
@@ -22,6 +22,9 @@ CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 WAIT_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 DURATION_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+ROUTES: Final = {path: route.path for path, route in INFERENCE.items()}
+REASONS: Final = {reason: reason.value for reason in Reason}
 
 Reading = tuple[str, str, tuple[str, ...], Sequence[tuple[tuple[str, ...], float]]]
 """Name, help, label names, and (label values, value) pairs: one family read off a room. A name that ends in `_total` is a counter."""
@@ -89,7 +92,7 @@ class Metrics:
 
     def decided(self, decision: Decision) -> None:
         """Count a decision that was acted on."""
-        self._decisions.add((decision.policy, decision.reason.value))
+        self._decisions.add((decision.policy, REASONS[decision.reason]))
 
     def retried(self, failure: str) -> None:
         """Count a further try."""
@@ -113,14 +116,14 @@ class Metrics:
 
     def ended(self, route: bytes, status: int, seconds: float) -> None:
         """A request is over."""
-        known = INFERENCE.get(route)
-        self._requests.add((known.path if known is not None else "other", str(status)))
+        self._requests.add((ROUTES.get(route, "other"), str(status)))
         self._duration.add(seconds)
 
     def prompt(self, tokens: int, overlap: int) -> None:
         """A prompt was sent to an engine that is believed to have `overlap` of its tokens."""
-        self._prompt_tokens.add(amount=tokens)
-        self._overlap_tokens.add(amount=overlap)
+        if tokens:
+            self._prompt_tokens.add(amount=tokens)
+            self._overlap_tokens.add(amount=overlap)
 
     def cached(self, tokens: int) -> None:
         """What the engine says it had."""

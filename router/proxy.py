@@ -17,6 +17,7 @@ from engines.errors import EngineBroken, EngineClosed, EngineConnectTimeout, Eng
 from router import openai
 from router.admission import Reason, Shed
 from router.gate import Visit
+from router.metrics import REASONS, ROUTES
 from router.relay import Relay
 from router.retry import Answered, Attempt, End, Next, Verdict, judge
 from router.routes import INFERENCE
@@ -246,21 +247,23 @@ class Proxy:
         now = self._clock()
         status = CLIENT_LEFT if trip.left else exchange.status
         self._metrics.ended(exchange.path, status, now - trip.started)
-        fields: dict[str, object] = {"path": exchange.path.decode("latin-1"), "status": status, "duration_s": round(now - trip.started, 6)}
+        fields: dict[str, object] = {"path": ROUTES[exchange.path], "status": status, "duration_s": round(now - trip.started, 6)}
         if exchange.trace is not None:
             fields |= exchange.trace.fields
         if exchange.client:
             fields["client"] = exchange.client
-        if trip.asked is not None:
-            fields["model"] = trip.asked.request.model
-            fields["prompt_tokens"] = trip.asked.request.prompt_tokens
-        if trip.choice is not None:
-            decision, overlap_tokens = trip.choice.decision, trip.choice.overlap_tokens
-            fields["engine"], fields["rank"] = decision.chosen.endpoint.engine, decision.chosen.endpoint.rank
-            fields["reason"], fields["overlap_tokens"] = decision.reason.value, overlap_tokens
+        asked, choice = trip.asked, trip.choice
+        if asked is not None:
+            fields["model"] = asked.request.model
+            fields["prompt_tokens"] = asked.request.prompt_tokens
+        if choice is not None:
+            decision, overlap_tokens = choice.decision, choice.overlap_tokens
+            endpoint = decision.chosen.endpoint
+            fields["engine"], fields["rank"] = endpoint.engine, endpoint.rank
+            fields["reason"], fields["overlap_tokens"] = REASONS[decision.reason], overlap_tokens
             fields["tries"] = trip.tries
             self._metrics.decided(decision)
-            self._metrics.prompt(trip.choice.asked.request.prompt_tokens, overlap_tokens)
+            self._metrics.prompt(choice.asked.request.prompt_tokens, overlap_tokens)
         if trip.first_token_at is not None:
             fields["ttft_s"] = round(trip.first_token_at - trip.started, 6)
         if trip.relay is not None:

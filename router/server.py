@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
@@ -113,7 +114,7 @@ class Server:
 
     def start(self, exchange: Exchange) -> Errand:
         """Handle one request, now and for as long as it takes."""
-        errand = Errand(self._handle(exchange), self._ended)
+        errand = Errand(self._handler(exchange), functools.partial(self._ended, exchange))
         self._errands.add(errand)
         errand.step()
         return errand
@@ -122,24 +123,19 @@ class Server:
         """Count a request that was answered before it reached the handler."""
         self.refusals[status] = self.refusals.get(status, 0) + 1
 
-    def _ended(self, errand: Errand) -> None:
+    def _ended(self, exchange: Exchange, errand: Errand, raised: BaseException | None) -> None:
+        """A handler has come to its end: whatever that was, so does its exchange."""
         self._errands.discard(errand)
         if not self._errands:
             self._quiet.set()
-
-    async def _handle(self, exchange: Exchange) -> None:
-        try:
-            await self._handler(exchange)
-        except asyncio.CancelledError:
-            exchange.abort()
-            raise
-        except Exception:
-            log.exception("a request failed inside the router", extra={"fields": {"path": exchange.path.decode("latin-1")}})
-            if exchange.started:
-                exchange.abort()
-            else:
+        if raised is None:
+            if exchange.ended:
+                return
+            log.error("a request was left without an answer", extra={"fields": {"path": exchange.path.decode("latin-1")}})
+        elif not isinstance(raised, asyncio.CancelledError):
+            told = {"fields": {"path": exchange.path.decode("latin-1")}}
+            log.error("a request failed inside the router", exc_info=raised, extra=told)
+            if not exchange.started:
                 exchange.error(500, "the router failed to handle this request; its log says why")
-        else:
-            if not exchange.ended:
-                log.error("a request was left without an answer", extra={"fields": {"path": exchange.path.decode("latin-1")}})
-                exchange.abort()
+                return
+        exchange.abort()

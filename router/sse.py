@@ -11,6 +11,7 @@ constant memory, and however the network cuts the bytes, it finds the same.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -19,6 +20,7 @@ MAX_LINE_BYTES: Final = 16 * 1024
 """What is looked at of a line; a usage object is found behind that too."""
 MAX_USAGE_BYTES: Final = 4 * 1024
 LINE_FEED: Final = 0x0A
+FEW: Final = 4
 
 _USAGE: Final = b'"usage"'
 _USAGE_OBJECT: Final = re.compile(rb'"usage"\s*+:\s*+(\{(?:[^{}]++|\{[^{}]*+\})*+\})')
@@ -126,9 +128,9 @@ class Scanner:
             data = self._whole_lines(data)
         if not self.failed and b"error" in data:
             self.failed = any(_tells_failure(line) for line in data.splitlines())
-        if self.first_token or not data:
+        if self.first_token:
             return False
-        self.first_token = any(map(self._carries_token, data.splitlines()))
+        self.first_token = any(map(self._carries_token, _lines(data)))
         return self.first_token
 
     def _look_for_usage(self, data: bytes) -> None:
@@ -183,6 +185,18 @@ class Scanner:
         if name in _ERROR_NAMES or _ERROR.match(line) or _NOTHING.match(line) or _NO_CHOICES.search(line):
             return False
         return not (_ROLE.search(line) and _NO_CONTENT.search(line))
+
+
+def _lines(data: bytes) -> Iterator[bytes]:
+    """Like `splitlines`; but of a piece of many lines, the rest is not split before it is asked for: the first token is soon found."""
+    if not data or b"\r" in data:
+        yield from data.splitlines()
+        return
+    rest: bytes | None = data.removesuffix(b"\n")
+    while rest is not None:
+        lines = rest.split(b"\n", FEW)
+        rest = lines.pop() if len(lines) > FEW else None
+        yield from lines
 
 
 def _tells_failure(line: bytes) -> bool:

@@ -60,7 +60,7 @@ class Scheduler:
             position = lowest(costs, [candidate.load.last_assigned for candidate in candidates], self._rng)
         chosen = candidates[position]
         reason = reason_for(request, candidates, costs, position) if self.uses_cache else Reason.POLICY
-        return Decision(chosen, costs[position], reason, self.name, candidates, costs, rejected)
+        return Decision(chosen, position, costs[position], reason, self.name, candidates, costs, rejected)
 
     def _costs(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> list[float]:
         try:

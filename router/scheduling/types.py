@@ -144,6 +144,8 @@ class Decision(msgspec.Struct, frozen=True):
     """Where a request goes, and everything needed to say why."""
 
     chosen: Candidate
+    position: int
+    """Of `chosen`, among the candidates."""
     cost: float
     reason: Reason
     policy: str

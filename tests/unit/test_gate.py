@@ -49,7 +49,7 @@ class OneEngine:
         if (rejected := self.rejections(asked, tried)) is not None:
             raise NoCandidate(asked.request.model, rejected)
         candidate = Candidate(ENGINE, 16, 0, 0)
-        return Choice(asked, Decision(candidate, 0.0, Why.POLICY, "one", (), ()), MEMBER, [])
+        return Choice(asked, Decision(candidate, 0, 0.0, Why.POLICY, "one", (), ()), MEMBER, [])
 
     def reserve(self, choice: Choice) -> Reservation:
         assert self.in_flight < self.room, "more are let in than there is room for"

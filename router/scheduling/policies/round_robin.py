@@ -14,5 +14,6 @@ class RoundRobin:
 
     def score(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> list[float]:
         """How many assignments (to any endpoint) later than the longest unassigned each one had its last."""
-        first = min(candidate.load.last_assigned for candidate in candidates)
-        return [float(candidate.load.last_assigned - first) for candidate in candidates]
+        assigned = [candidate.load.last_assigned for candidate in candidates]
+        first = min(assigned)
+        return [float(last - first) for last in assigned]
