@@ -178,8 +178,9 @@ class Chooser:
         """Endpoints that may be chosen, and the others with the reason."""
         members, rejected = self._fleet.eligible(self._members(asked), tried, now)
         able = []
+        most = self._fleet.max_active_requests
         for member in members:
-            room = member.room(now, self._fleet.max_active_requests)
+            room = member.room(now, most) if member.cooling_until else most
             for endpoint in member.endpoints:
                 load = self._load.load(endpoint, now)
                 if load.active_requests < room:

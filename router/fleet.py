@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Final, cast
 
 from engines.types import Endpoint, EngineInfo, EngineKind, Model
 from router.scheduling.types import Rejection
@@ -189,8 +189,11 @@ class Fleet:
         rejected = []
         cooling = False
         for member in members:
-            rejection = Rejection.EXCLUDED if tried and member.info.id in tried else member.rejection(now)
-            if rejection is None:
+            if tried and member.info.id in tried:
+                rejection = Rejection.EXCLUDED
+            elif member.draining or member.asleep or member.suspected or member.cooling_until > now:
+                rejection = cast("Rejection", member.rejection(now))
+            else:
                 eligible.append(member)
                 continue
             cooling = cooling or rejection is Rejection.COOLING

@@ -50,6 +50,7 @@ NOT_FORWARDED: Final = (
 )
 """Set by the router if at all: clients choose neither engine nor rank."""
 NOT_FORWARDED_PREFIXES: Final = (b"x-override-", b"x-commutator-")
+KEYS: Final = frozenset({b"authorization", b"x-api-key"})
 USUAL_CONNECTION: Final = frozenset({b"keep-alive", b"close"})
 ASK_FOR_WEBSOCKET: Final = b"connection: Upgrade\r\nupgrade: websocket\r\n"
 
@@ -69,24 +70,17 @@ class EngineHead:
     def build(self, target: bytes, headers: Headers, own: bytes) -> bytes:
         """A request head. `target` is the method with path and query; `own`, whole header lines that only the router may write."""
         parts = [target, self._fixed, own]
-        named = _named_by_connection(headers)
+        named: tuple[bytes, ...] = ()
         for name, value in headers:
-            if name in NOT_FORWARDED or name in named or name.startswith(NOT_FORWARDED_PREFIXES):
-                continue
-            if self._drops_key and name in (b"authorization", b"x-api-key"):
-                continue
-            parts += (name, b": ", value, b"\r\n")
+            if name in NOT_FORWARDED:
+                if name == b"connection" and value not in USUAL_CONNECTION:
+                    named += tuple(token.strip().lower() for token in value.split(b","))
+            elif not (name.startswith(NOT_FORWARDED_PREFIXES) or (self._drops_key and name in KEYS)):
+                parts.append(b"%b: %b\r\n" % (name, value))
+        if named:  # headers that `Connection:` itself names as belonging to this hop
+            parts[3:] = [line for line in parts[3:] if line.partition(b":")[0] not in named]
         parts.append(b"\r\n")
         return b"".join(parts)
-
-
-def _named_by_connection(headers: Headers) -> tuple[bytes, ...]:
-    """Headers that `Connection:` itself names as belonging to this hop."""
-    named: tuple[bytes, ...] = ()
-    for name, value in headers:
-        if name == b"connection" and value not in USUAL_CONNECTION:
-            named += tuple(token.strip().lower() for token in value.split(b","))
-    return named
 
 
 class Line:

@@ -86,15 +86,10 @@ class Intake:
             except PromptRejected as error:
                 rejects = "the model's chat template rejects this conversation"
                 raise openai.BadBody(f"{rejects}: {error.message}", logged=rejects) from None
-        count = max((shared.count for shared in tokens.values()), default=0)
-        return Asked(
-            route=route,
-            body=body,
-            request=RoutingRequest(model, count, "" if count else reason, session or parsed.session),
-            tokens=tokens,
-            root=root_seed(self._fleet.adapter(model), parsed.salt) if tokens else 0,
-            priority=parsed.urgency,
-        )
+        count = max(shared.count for shared in tokens.values()) if tokens else 0
+        request = RoutingRequest(model, count, "" if count else reason, session or parsed.session)
+        root = root_seed(self._fleet.adapter(model), parsed.salt) if tokens else 0
+        return Asked(route, body, request, tokens, root, parsed.urgency, {})
 
     def _engines_for(self, route: Route, model: str | None) -> tuple[str, list[Member]]:
         if model is None:

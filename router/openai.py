@@ -88,13 +88,15 @@ class ApiBody(ChatFields, kw_only=True):
     @property
     def session(self) -> str | None:
         """The end user's id, where the client gives one."""
-        return _string(self.user)
+        return None if self.user is UNSET else _string(self.user)
 
     @property
     def urgency(self) -> int:
         """The engines' own `priority`: lower goes first. 0 when there is none, or when it is not a whole number."""
+        if self.priority is UNSET:
+            return 0
         try:
-            return msgspec.json.decode(self.priority, type=int) if isinstance(self.priority, Raw) else 0
+            return msgspec.json.decode(self.priority, type=int)
         except msgspec.DecodeError:
             return 0  # for the engine to complain about
 

@@ -126,6 +126,7 @@ class Server:
     def _ended(self, exchange: Exchange, errand: Errand, raised: BaseException | None) -> None:
         """A handler has come to its end: whatever that was, so does its exchange."""
         self._errands.discard(errand)
+        exchange.errand = None  # they hold each other
         if not self._errands:
             self._quiet.set()
         if raised is None:
