@@ -45,10 +45,10 @@ class _Event(logging.LogRecord):
         self.msg, self.args, self.fields = message, (), fields
         self.created = time.time()  # noqa: TID251  when it happened, for people
         self.msecs = self.relativeCreated = 0.0
-        self.pathname = self.filename = self.module = ""
+        self.pathname = self.filename = self.module = self.funcName = ""
         self.lineno = 0
-        self.funcName = self.exc_info = self.exc_text = self.stack_info = None
-        self.thread = self.threadName = self.process = self.processName = None
+        self.exc_info = self.exc_text = self.stack_info = None
+        self.thread = self.process = self.threadName = self.processName = None
 
 
 def configure(level: LogLevel, form: LogFormat, stream: TextIO) -> None:

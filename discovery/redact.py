@@ -45,7 +45,7 @@ def redact_text(text: str) -> str:
 def _suspicious(text: str) -> bool:
     """Of every text that `CREDENTIALS` would change, and of few others: nearly all log fields pass at the cost of this search.
 
-    (Case is folded as the expression does: to it, `ſecret` is one too.)
+    (The case is to be folded: the expression also takes a long s for one.)
     """
     return "@" in text or "bearer" in text or "basic" in text or "key" in text or "password" in text or "secret" in text or "token" in text
 

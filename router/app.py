@@ -51,6 +51,7 @@ from router.scheduling.policies.kv import KvWeights
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.table import load_policy
 from router.server import Handler, Server
+from router.stored import Whereabouts
 from router.tracing import Trace
 from router.upstream import Timeouts
 
@@ -121,7 +122,8 @@ async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
         mirror = Mirror(bus, settings.namespace, caches, blind_after_s=settings.blind_after_s)
         relay = KvRelay(bus, settings.namespace, context)
         prompts = PromptBook(tokenizer=settings.tokenizer)
-        intake = Intake(fleet, prompts, session_header=settings.session_header.lower().encode(), tokenize=scheduler.uses_cache)
+        whereabouts = Whereabouts(session, pass_clients_keys=guards.door is None)
+        intake = Intake(fleet, prompts, whereabouts, session_header=settings.session_header.lower().encode(), tokenize=scheduler.uses_cache)
         chooser = Chooser(fleet, caches, load, scheduler, mirror, clock=clock)
 
         group = await stack.enter_async_context(_cancelled_at_exit())
@@ -147,7 +149,7 @@ async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
             probe_timeout_s=settings.probe_timeout_s,
         )
         gate = _gate(settings.admission, chooser, metrics)
-        proxy = Proxy(intake, chooser, gate, membership.lines, metrics, suspect=monitor.suspect, clock=clock)
+        proxy = Proxy(intake, chooser, gate, membership.lines, metrics, whereabouts, suspect=monitor.suspect, clock=clock)
         answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: not server.stopping)
         server = Server(
             _dispatch(proxy, answers),

@@ -172,7 +172,10 @@ class Chooser:
 
     def _members(self, asked: Asked) -> list[Member]:
         """Engines for the request as they are now: some may have left since it was read, others joined."""
-        return self._fleet.able(asked.request.model, asked.route.engines)
+        able = self._fleet.able(asked.request.model, asked.route.engines)
+        if asked.kept_at is None:
+            return able
+        return [member for member in able if member.info.id == asked.kept_at] or able  # it has left: another one says what it knows
 
     def _able(self, asked: Asked, tried: set[str], now: float) -> tuple[list[_Able], list[tuple[Endpoint, Rejection]]]:
         """Endpoints that may be chosen, and the others with the reason."""

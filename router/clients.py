@@ -148,7 +148,9 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._owes_continue = True
 
-    def asked(self, method: str, target: bytes, headers: Headers, body: bytes, *, http11: bool, keep_alive: bool, upgrade: bool) -> None:
+    def asked(  # noqa: PLR0913  a struct between the two would cost more than making the exchange
+        self, method: str, target: bytes, headers: Headers, body: bytes, *, http11: bool, keep_alive: bool, upgrade: bool
+    ) -> None:
         """Answer a request in its turn."""
         exchange = Exchange(self, method, target, headers, body)
         exchange.client = self._client

@@ -86,7 +86,7 @@ class Errand:
 
     # inside
 
-    def _wait(self, waits_for: Any) -> None:
+    def _wait(self, waits_for: Any) -> None:  # noqa: ANN401  whatever a coroutine yields
         self._waits_for = waits_for
         if type(waits_for) is Bell:
             waits_for.wait(self)

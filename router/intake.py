@@ -7,12 +7,14 @@ from typing import Final
 import msgspec
 
 from engines.blocks import block_keys, pack_tokens, root_seed
-from router import openai
+from router import openai, stored
+from router.exchange import Headers
 from router.fleet import Fleet, Member
 from router.prompts.book import PromptBook, Tokens
 from router.prompts.errors import NotRenderable, PromptRejected
 from router.routes import PromptForm, Route
 from router.scheduling.types import RoutingRequest
+from router.stored import Whereabouts
 
 MAX_QUOTED_CHARS: Final = 200
 """So much of what a client wrote is repeated to it."""
@@ -40,6 +42,8 @@ class Asked(msgspec.Struct):
     """Lower goes first, where requests have to wait."""
     made: dict[tuple[int, int], list[int]] = {}
     """Block keys already made, by identity of the ids and block size."""
+    kept_at: str | None = None
+    """The one engine that can answer, because it keeps the response that this request goes on from."""
 
     def keys(self, engine_id: str, block_size: int) -> list[int]:
         """The prompt's block keys as an engine counts blocks; the same list for engines that share ids and block size."""
@@ -56,14 +60,15 @@ class Asked(msgspec.Struct):
 class Intake:
     """Reads requests."""
 
-    def __init__(self, fleet: Fleet, prompts: PromptBook, *, session_header: bytes, tokenize: bool) -> None:
+    def __init__(self, fleet: Fleet, prompts: PromptBook, whereabouts: Whereabouts, *, session_header: bytes, tokenize: bool) -> None:
         """`tokenize` False: the policy in use does not look at prompts."""
         self._fleet = fleet
         self._prompts = prompts
+        self._whereabouts = whereabouts
         self._session_header = session_header
         self._tokenize = tokenize
 
-    async def read(self, route: Route, body: bytes, headers: list[tuple[bytes, bytes]]) -> Asked:
+    async def read(self, route: Route, body: bytes, headers: Headers) -> Asked:
         """Parse, find the model's engines, tokenize. Raises `openai.BadBody` with the status and words for the client."""
         content_type = session = None
         for name, value in headers:
@@ -87,9 +92,17 @@ class Intake:
                 rejects = "the model's chat template rejects this conversation"
                 raise openai.BadBody(f"{rejects}: {error.message}", logged=rejects) from None
         count = max(shared.count for shared in tokens.values()) if tokens else 0
+        kept_at = await self._kept_at(parsed, members, headers) if route.path == stored.PATH else None
         request = RoutingRequest(model, count, "" if count else reason, session or parsed.session)
         root = root_seed(self._fleet.adapter(model), parsed.salt) if tokens else 0
-        return Asked(route, body, request, tokens, root, parsed.urgency, {})
+        return Asked(route, body, request, tokens, root, parsed.urgency, {}, kept_at)
+
+    async def _kept_at(self, parsed: openai.ApiBody, members: list[Member], headers: Headers) -> str | None:
+        response_id = parsed.goes_on_from
+        if not response_id:
+            return None
+        authorization = next((value for name, value in headers if name == b"authorization"), None)
+        return await self._whereabouts.find(response_id, [member.info for member in members], authorization)
 
     def _engines_for(self, route: Route, model: str | None) -> tuple[str, list[Member]]:
         if model is None:

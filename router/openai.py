@@ -48,6 +48,7 @@ class ApiBody(ChatFields, kw_only=True):
     user: Field = UNSET
     priority: Field = UNSET
     cache_salt: Field = UNSET
+    previous_response_id: Field = UNSET
     prompt: Field = UNSET
     text: Field = UNSET
     input_ids: Field = UNSET
@@ -89,6 +90,11 @@ class ApiBody(ChatFields, kw_only=True):
     def session(self) -> str | None:
         """The end user's id, where the client gives one."""
         return None if self.user is UNSET else _string(self.user)
+
+    @property
+    def goes_on_from(self) -> str | None:
+        """The id of the stored response that this one goes on from."""
+        return None if self.previous_response_id is UNSET else _string(self.previous_response_id)
 
     @property
     def urgency(self) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from discovery.logs import event
 from engines.errors import EngineBroken, EngineClosed, EngineConnectTimeout, EngineError, EngineTimeout, EngineUnreachable
-from router import openai
+from router import openai, stored
 from router.admission import Reason, Shed
 from router.gate import Visit
 from router.metrics import REASONS, ROUTES
@@ -105,6 +105,7 @@ class Proxy:
         gate: Gate,
         lines: Mapping[str, Line],
         metrics: Metrics,
+        whereabouts: stored.Whereabouts,
         *,
         suspect: Callable[[str], None],
         clock: Callable[[], float],
@@ -115,6 +116,7 @@ class Proxy:
         self._gate = gate
         self._lines = lines
         self._metrics = metrics
+        self._whereabouts = whereabouts
         self._suspect = suspect
         self._clock = clock
 
@@ -178,7 +180,7 @@ class Proxy:
 
         trip.tries += 1
         explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []
-        relay = trip.relay = Relay(exchange, explained, first_token)
+        relay = trip.relay = self._relay(exchange, choice, explained, first_token)
         line = self._lines.get(choice.endpoint.engine)
         if line is None:
             return Attempt(EngineUnreachable("the engine has just left"), repeats=repeats)
@@ -202,6 +204,12 @@ class Proxy:
         if relay.error is not None:
             return Attempt(relay.error, reused=reused, client_bytes=int(exchange.started), repeats=repeats, again=again)
         return None
+
+    def _relay(self, exchange: Exchange, choice: Choice, explained: Headers, first_token: Callable[[], None]) -> Relay:
+        if choice.asked.route.path != stored.PATH:
+            return Relay(exchange, explained, first_token)
+        engine = choice.endpoint.engine
+        return stored.NotingRelay(exchange, explained, first_token, lambda response_id: self._whereabouts.note(response_id, engine))
 
     def _answered(self, trip: Trip, choice: Choice) -> None:
         """The client has an engine's whole answer, whatever it says."""

@@ -32,7 +32,9 @@ class Listener(Protocol):
         """The client sends its body when it is told to go on."""
         ...
 
-    def asked(self, method: str, target: bytes, headers: Headers, body: bytes, *, http11: bool, keep_alive: bool, upgrade: bool) -> None:
+    def asked(  # noqa: PLR0913  a struct between the two would cost more than making the exchange
+        self, method: str, target: bytes, headers: Headers, body: bytes, *, http11: bool, keep_alive: bool, upgrade: bool
+    ) -> None:
         """A request is whole. `target`: path and query. `headers`: names in lower case, no trailers.
 
         `keep_alive`: the connection may go on after it. `upgrade`: it asks to go on by WebSocket; what follows is no HTTP.
@@ -131,20 +133,7 @@ class RequestReader:
         words = self._listener.admits(self._target, self._headers)
         if words:
             self._refuse(401, words)
-        expects: bytes | None = None
-        head_bytes = len(self._target)
-        for name, value in self._headers:
-            head_bytes += len(name) + len(value) + 4
-            if name == b"content-length":
-                if value.isdigit() and int(value) > self._max_body_bytes:
-                    self._refuse_long_body()
-            elif name == b"transfer-encoding":
-                if value.lower() != b"chunked":
-                    self._refuse(501, "this transfer coding is not known here; only `chunked` is")
-            elif name == b"expect":
-                expects = value
-        if head_bytes > MAX_HEAD_BYTES:
-            self._refuse_long_head()
+        expects = self._check_headers()
         if expects is None or self.deaf or self._parser.get_http_version() == "1.0":
             return
         if expects.lower() == b"100-continue":
@@ -182,6 +171,24 @@ class RequestReader:
         self._listener.asked(self._method, target, self._headers, body, http11=http11, keep_alive=keep_alive, upgrade=upgrade)
 
     # inside
+
+    def _check_headers(self) -> bytes | None:
+        """Refuse what cannot be served; what the client expects, if anything."""
+        expects: bytes | None = None
+        head_bytes = len(self._target)
+        for name, value in self._headers:
+            head_bytes += len(name) + len(value) + 4
+            if name == b"content-length":
+                if value.isdigit() and int(value) > self._max_body_bytes:
+                    self._refuse_long_body()
+            elif name == b"transfer-encoding":
+                if value.lower() != b"chunked":
+                    self._refuse(501, "this transfer coding is not known here; only `chunked` is")
+            elif name == b"expect":
+                expects = value
+        if head_bytes > MAX_HEAD_BYTES:
+            self._refuse_long_head()
+        return expects
 
     def _upgrade(self, rest: bytes) -> bytes:
         """The parser has stopped at an offer to upgrade: `rest` is of the other protocol if it was taken, else to be read as HTTP.

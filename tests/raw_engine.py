@@ -46,6 +46,8 @@ class RawEngine:
         self.script = script
         self.kind = kind
         self.read_bodies = True
+        self.pages: dict[bytes, bytes] = {}
+        """Whole answers to GETs of other paths."""
         self.requests: list[Request] = []
         """Every POST and WebSocket, in the order in which they came."""
         self.left = 0
@@ -134,6 +136,8 @@ class RawEngine:
                         await task
 
     def _about(self, path: bytes) -> bytes:
+        if path in self.pages:
+            return self.pages[path]
         models = {"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": self.kind.value, "max_model_len": 1 << 20}]}
         answers: dict[bytes, object] = {b"/v1/models": models}
         if self.kind is EngineKind.VLLM:

@@ -16,8 +16,8 @@ from typing import Literal
 import msgspec
 
 from engines.types import EngineInfo
-from router.prompts import asking, parity
 from router.errand import in_task
+from router.prompts import asking, parity
 from router.prompts.asker import Asker, Post
 from router.prompts.chat import ChatFields
 from router.prompts.encoder import PromptEncoder, load_model

@@ -389,7 +389,7 @@ async def test_whoever_fed_an_answer_is_not_held_back_by_its_end() -> None:
     class Full(FakeTransport):
         def write(self, data: bytes | bytearray | memoryview) -> None:
             super().write(data)
-            if data.endswith(b"0\r\n\r\n"):
+            if bytes(data).endswith(b"0\r\n\r\n"):
                 connection.pause_writing()
 
     async def answer(exchange: Exchange) -> None:
