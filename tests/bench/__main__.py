@@ -2,7 +2,7 @@
 
 scripts/bench [--quick] [--only ROW …] [--rounds N] [--seconds S] [--json OUT]
 
-Needs the peers (scripts/peers installs them) and wrk. Rows: proxy, stream, first-byte, kv, kv-shared; docs/benchmarks.md says what each
+Needs the peers (scripts/peers installs them) and wrk. Rows: proxy, stream, first-byte, kv, kv-shared, real; docs/benchmarks.md says what each
 is and what it does not show.
 """
 
@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from tests.bench import report, rows
-from tests.bench.contenders import Place, upstream
+from tests.bench.contenders import Place
 from tests.bench.processes import BenchError
 
 
@@ -49,7 +49,7 @@ async def bench(options: argparse.Namespace, folder: Path) -> None:
     results = {}
     for name in options.only or rows.ROWS:
         row = rows.ROWS[name]
-        async with upstream(folder) as engines, aiohttp.ClientSession() as client:
+        async with row.upstream(folder) as engines, aiohttp.ClientSession() as client:
             results[name] = await rows.run(row, Place(folder, engines, client), rounds, seconds, say)
         sys.stdout.write(f"\n{report.table(row, results[name])}\n")
         sys.stdout.flush()

@@ -19,6 +19,8 @@ import aiohttp
 import msgspec
 
 from tests.bench.processes import BenchError, running, tail
+from tests.engines import environments, programs
+from tests.engines.launch import RealEngine
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 READY_WITHIN_S = 90.0
@@ -39,6 +41,7 @@ class Upstream(msgspec.Struct, frozen=True):
     model: str
     folder: str
     """Of the model's tokenizer."""
+    block_size: int = 16
 
     @property
     def urls(self) -> list[str]:
@@ -103,7 +106,7 @@ def vllm_router(policy: str) -> Start:
         command += ["--worker-urls", *place.upstream.urls]
         if policy == "kv_aware":
             # Told, not found out: asking these workers itself, this release found none of their blocks (every look-up a miss).
-            command += ["--kv-event-block-size", "16", "--kv-event-model", place.upstream.model]
+            command += ["--kv-event-block-size", str(place.upstream.block_size), "--kv-event-model", place.upstream.model]
             for engine in place.upstream.engines:
                 command += ["--kv-event-source", f"{engine.url}={engine.events}"]
                 command += ["--kv-event-replay-source", f"{engine.url}={engine.replay}"]
@@ -178,6 +181,18 @@ async def upstream(folder: Path) -> AsyncIterator[Upstream]:
     """The engines."""
     async with running([sys.executable, "-m", "tests.bench.upstream"], folder / "upstream.log", says_where=True) as program:
         yield msgspec.json.decode(program.first_line.encode(), type=Upstream)
+
+
+@contextlib.asynccontextmanager
+async def real_vllm(folder: Path) -> AsyncIterator[Upstream]:
+    """One stock vLLM on the CPU, with a model of a few thousand weights."""
+    engine = RealEngine(programs.vllm(), folder)
+    try:
+        await asyncio.to_thread(engine.start)
+        where = UpstreamEngine(engine.url, engine.kv_events, engine.kv_replay)
+        yield Upstream((where,), programs.MODEL_NAME, str(environments.ensure_model()), engine.block_size)
+    finally:
+        await asyncio.to_thread(engine.close)
 
 
 def peer(name: str) -> Path:

@@ -6,10 +6,24 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 import msgspec
 
-from tests.bench.contenders import Contender, Place, Start, commutator, direct, dynamo, sglang_router, vllm_router
+from tests.bench.contenders import (
+    Contender,
+    Place,
+    Start,
+    Upstream,
+    commutator,
+    direct,
+    dynamo,
+    real_vllm,
+    sglang_router,
+    upstream,
+    vllm_router,
+)
 from tests.bench.load import Load, Seen, put
 from tests.bench.processes import cpu_s, machine_s, memory_bytes
 from tests.bench.upstream import Counts, Plan
@@ -35,6 +49,8 @@ class Row(msgspec.Struct, frozen=True):
     """Of a contender, for so many seconds, with a seed."""
     targets: dict[str, dict[str, float]] = {}
     """The most that ours may be of a peer's, by column and peer."""
+    upstream: Callable[[Path], AbstractAsyncContextManager[Upstream]] = upstream
+    """The engines behind all of them."""
 
 
 class Others:
@@ -135,6 +151,11 @@ async def routed_shared(place: Place, contender: Contender, seconds: float, seed
     return await _routed(place, contender, seconds, seed, Load(connections=16, shared_words=250))
 
 
+async def before_real(place: Place, contender: Contender, seconds: float, seed: int) -> Measured:
+    """Answers of one token from a real engine to fresh prompts of 1,600 tokens, one after the other."""
+    return {"p50_us": (await put(Load(connections=1, tokens=1), contender.url, place.upstream.model, 3 * seconds, seed)).p50_us}
+
+
 async def _routed(place: Place, contender: Contender, seconds: float, seed: int, load: Load) -> Measured:
     await plan(place, Plan(chunks=16, kv=True))
     _, measured = await loaded(contender, load, place, seconds, seed)
@@ -177,6 +198,14 @@ ROWS = {
             KV,
             routed,
             {"cpu_us_per_request": {"vllm-router kv_aware": 0.4, "dynamo": 0.12}},
+        ),
+        Row(
+            "real",
+            "by KV cache, in front of one real vLLM, fresh prompts of 1,600 tokens, time to first byte",
+            (direct, commutator("kv"), vllm_router("kv_aware")),
+            before_real,
+            {"p50_us": {"vllm-router kv_aware": 0.3}},
+            real_vllm,
         ),
         Row("kv-shared", "by KV cache, the first 1,200 of 1,600 tokens shared by one request in eight", KV, routed_shared),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -69,9 +69,19 @@ class Load:
             yield
 
 
-async def test_H2_a_killed_engine_costs_only_answers_that_had_begun(real_vllm_pair: Sequence[RealEngine], tmp_path: Path) -> None:
-    stays, goes = real_vllm_pair
-    async with serve(real_vllm_pair, tmp_path / "router.log", "--policy", "round-robin") as router:
+@pytest.fixture
+def stays_and_goes(request: pytest.FixtureRequest) -> tuple[RealEngine, RealEngine]:
+    """Two engines of one model; the second is killed."""
+    if request.param == "real_vllm_pair":
+        first, second = request.getfixturevalue("real_vllm_pair")
+        return first, second
+    return request.getfixturevalue("real_vllm"), request.getfixturevalue("real_sglang")
+
+
+@pytest.mark.parametrize("stays_and_goes", ["real_vllm_pair", "real_sglang"], indirect=True)
+async def test_H2_a_killed_engine_costs_only_answers_that_had_begun(stays_and_goes: tuple[RealEngine, RealEngine], tmp_path: Path) -> None:
+    stays, goes = stays_and_goes
+    async with serve(stays_and_goes, tmp_path / "router.log", "--policy", "round-robin") as router:
         load = Load(router)
         try:
             async with load.running():
@@ -101,8 +111,15 @@ async def test_H2_a_killed_engine_costs_only_answers_that_had_begun(real_vllm_pa
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_S1_S2_a_client_that_leaves_frees_the_engine(real_vllm: RealEngine, stream: bool, tmp_path: Path) -> None:
-    async with serve([real_vllm], tmp_path / "router.log") as router, asyncio.TaskGroup() as group:
+@pytest.mark.parametrize("engine", ["real_vllm", "real_sglang"])
+async def test_S1_S2_a_client_that_leaves_frees_the_engine(
+    engine: str,
+    stream: bool,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    real: RealEngine = request.getfixturevalue(engine)
+    async with serve([real], tmp_path / "router.log") as router, asyncio.TaskGroup() as group:
 
         async def ask() -> None:
             data = body("a long answer", stream=stream, max_tokens=6000)
@@ -110,9 +127,9 @@ async def test_S1_S2_a_client_that_leaves_frees_the_engine(real_vllm: RealEngine
                 await response.read()
 
         client = group.create_task(ask())
-        await until(lambda: real_vllm.metrics(real_vllm.program.running) == [1.0], what="the engine computes it", deadline_s=30)
+        await until(lambda: sum(real.metrics(real.program.running)) == 1.0, what="the engine computes it", deadline_s=30)
         client.cancel()
-        await until(lambda: real_vllm.unfinished() == 0, what="the engine's own gauge falls", deadline_s=10)
+        await until(lambda: real.unfinished() == 0, what="the engine's own gauge falls", deadline_s=10)
 
         async def none() -> bool:
             return await router.metric("router_active_requests") == 0
