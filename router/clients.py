@@ -101,7 +101,6 @@ class ClientConnection(asyncio.Protocol):
         self._waiting.clear()
         if self.current is not None and self.current.errand is not None:
             self.current.errand.cancel()
-            self.current.errand = None  # it will hold its own frames, and they the exchange
 
     def data_received(self, data: bytes) -> None:
         """Read on; whole requests come back by `asked`."""

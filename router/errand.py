@@ -68,6 +68,7 @@ class Errand:
             self.over = True
             self._ended(self, None)
         except (Exception, asyncio.CancelledError) as raised:  # noqa: BLE001  whoever owns the errand judges it
+            error = None  # else it holds this frame, and this frame it
             self.over = True
             self._ended(self, raised)
         else:

@@ -97,6 +97,7 @@ def test_S11_S21_however_it_is_cut_a_stream_passes_byte_for_byte_in_whole_lines(
 
     async def run() -> None:
         bench = Bench(http11=False).head()
+        bench.relay.waits()
         begun = len(bench.socket.written)
         for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
             if start < end:
