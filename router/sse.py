@@ -135,9 +135,13 @@ class Scanner:
 
     def _look_for_usage(self, data: bytes) -> None:
         data = self._cut_off + data
-        for found in _USAGE_OBJECT.finditer(data):
-            self._usage = found[1]
-        at = data.rfind(_USAGE)
+        at = last = data.find(_USAGE)
+        while at >= 0:
+            found = _USAGE_OBJECT.match(data, at)
+            if found and _USAGE not in found[1]:  # cut within, it would be forgotten for the inner one: so it never counts
+                self._usage = found[1]
+            last, at = at, data.find(_USAGE, at + 1)
+        at = last
         if at >= 0 and len(data) - at < MAX_USAGE_BYTES and _USAGE_CUT_OFF.match(data, at):
             self._cut_off = data[at:]
         else:

@@ -133,3 +133,9 @@ def test_the_scanners_memory_is_bounded(pieces: list[bytes]) -> None:
         scanner.feed(piece)
         assert len(scanner._line) <= MAX_LINE_BYTES + 5000
         assert len(scanner._cut_off) <= 4096
+
+
+def test_a_usage_within_a_usage_is_the_one_that_counts() -> None:
+    for stream in (b': "usage"\n: {"usage":{"prompt_tokens":1}}\n', b'data: {"usage":{"usage":null,"prompt_tokens":3}}\n'):
+        pieces = [bytes([byte]) for byte in stream]
+        assert found(pieces, streamed=True) == found([stream], streamed=True)
