@@ -108,7 +108,7 @@ class Feed:
         """Events in order; sent on when they change what is held."""
         self._heard += 1
         self._counts.batches += 1
-        ops = self._translator.apply(batch.events)
+        ops = [change.op() for change in self._translator.apply(batch.events)]
         self._quiet += not ops
         for piece in pieces(ops):
             self._count(piece)
@@ -162,7 +162,7 @@ class Feed:
 
     def snapshot(self) -> Iterator[SnapshotChunk]:
         """Everything held at this moment, however late the iterator is run. O(blocks) now, then O(1) a chunk."""
-        parts = list(pieces(self._translator.snapshot())) or [[]]
+        parts = list(pieces(change.op() for change in self._translator.held())) or [[]]
         epoch, seq = self._epoch, self._seq
         return (SnapshotChunk(epoch, seq, number, len(parts), ops) for number, ops in enumerate(parts))
 

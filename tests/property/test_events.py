@@ -126,10 +126,12 @@ def evictions(draw: st.DrawFn) -> list[object]:
     for place in odd:
         names[place] = draw(HASHES)
     rest = draw(st.sampled_from([{}, {"medium": "GPU"}, {"medium": "GPU", "group_idx": 0}, {"medium": "TAPE"}, {"medium": "CPU", "new": [1]}]))
+    elsewhere = draw(st.sets(st.integers(0, len(names) - 1), max_size=2))
+    rests = [rest | {"medium": "CPU", "group_idx": 1} if at in elsewhere and "group_idx" in rest else rest for at in range(len(names))]
     if draw(st.booleans()):
-        events: list[object] = [{"type": "BlockRemoved", "block_hashes": [name], **rest} for name in names]
+        events: list[object] = [{"type": "BlockRemoved", "block_hashes": [name], **rest} for name, rest in zip(names, rests, strict=True)]
     else:
-        events = [["BlockRemoved", [name], *rest.values()] for name in names]
+        events = [["BlockRemoved", [name], *rest.values()] for name, rest in zip(names, rests, strict=True)]
     for place in draw(st.lists(st.integers(0, len(events) - 1), max_size=1)):
         events[place] = draw(st.sampled_from([{"type": "AllBlocksCleared"}, {"type": "BlockRemoved", "block_hashes": [1, 2]}, 7]))
     return events
