@@ -36,7 +36,7 @@ Op = Store | Remove | Clear
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag="batch"):
-    """What changed in one step of the engine's scheduler."""
+    """What changed in one or several steps of the engine's scheduler."""
 
     epoch: str
     seq: int
