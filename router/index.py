@@ -192,7 +192,7 @@ class PrefixIndex:
                     self.refused += 1
             elif isinstance(entry, _Run):
                 offset = entry.offset(keys[start])
-                length = _common(entry.keys, offset, keys, start)
+                length = common_length(entry.keys, offset, keys, start)
                 stop = start + length
                 if not entry.mask & bit:
                     added += length
@@ -239,10 +239,10 @@ class PrefixIndex:
                         del table[key]
                 elif entry.keys[-1] != key:
                     offset = entry.offset(key)
-                    length = _common(entry.keys, offset, keys, start)
+                    length = common_length(entry.keys, offset, keys, start)
                     self._cut(entry, offset, length, rest)
                 else:
-                    length = _common(entry.keys[: start - end - 1 : -1], 0, keys, start)
+                    length = common_length(entry.keys[: start - end - 1 : -1], 0, keys, start)
                     self._cut(entry, len(entry.keys) - length, length, rest)
                 removed += length
             start += length
@@ -281,7 +281,7 @@ class PrefixIndex:
                 if not held:
                     return depths
             if isinstance(entry, _Run):
-                depth += _common(entry.keys, entry.offset(keys[depth]), keys, depth)
+                depth += common_length(entry.keys, entry.offset(keys[depth]), keys, depth)
             else:
                 depth += 1
         if depth:
@@ -307,7 +307,7 @@ class PrefixIndex:
             if isinstance(entry, _Run):
                 if not entry.mask & bit:
                     break
-                depth += _common(entry.keys, entry.offset(keys[depth]), keys, depth)
+                depth += common_length(entry.keys, entry.offset(keys[depth]), keys, depth)
             elif entry is None or not entry & bit:
                 break
             else:
@@ -434,7 +434,7 @@ def _as_list(keys: Sequence[int]) -> list[int]:
     return keys if isinstance(keys, list) else list(keys)
 
 
-def _common(run: list[int], offset: int, keys: list[int], start: int) -> int:
+def common_length(run: list[int], offset: int, keys: list[int], start: int) -> int:
     """How many keys from `run[offset]` and from `keys[start]` on are the same; at least 1, which the caller knows."""
     length = min(len(run) - offset, len(keys) - start)
     if run[offset : offset + length] == keys[start : start + length]:
