@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from discovery.digests import digest_of_all
 from discovery.logs import event
 from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, Store, StreamMessage
 from discovery.signal import LIVE, Signal, SignalState
@@ -80,12 +81,12 @@ class Feed:
         endpoint: Endpoint,
         block_size: int | None,
         next_epoch: Callable[[], str],
-        send: Callable[[StreamMessage], None],
+        send: Callable[[StreamMessage], None] | None,
         *,
         waits: Callable[[], None] | None = None,
         copy: FeedCopy | None = None,
     ) -> None:
-        """`block_size` is the configured one, if any. Nothing is sent before the first call.
+        """`block_size` is the configured one, if any. Nothing is sent before the first call, and nothing ever without a `send`.
 
         `waits` is called when there is something to send, and `flush` has to follow soon; without it, all is sent at once.
         """
@@ -95,6 +96,8 @@ class Feed:
         self._send = send
         self._waits = waits or self.flush
         self._copy = copy
+        self._digest = 0
+        """Of what has been sent in this epoch."""
         self._waiting: list[Change] = []
         self._waiting_blocks = 0
         self._epoch = next_epoch()
@@ -183,27 +186,33 @@ class Feed:
             epoch=self._epoch,
             seq=self._seq,
             blocks=translator.blocks,
-            digest=translator.digest,
+            digest=self._digest,
             block_size=translator.block_size,
             signal=signal.state.value,
             reason=signal.reason,
             quiet=self._quiet,
         )
-        self._send(beacon)
+        if self._send is not None:
+            self._send(beacon)
         if self._copy is not None:
             self._copy.told(self.endpoint, beacon)
 
     def flush(self) -> bool:
         """What waits to be sent is sent; whether anything did."""
+        if self._send is None or not self._waiting:
+            return False
         changes, self._waiting, self._waiting_blocks = self._waiting, [], 0
-        for piece in pieces(change.op() for change in changes):
+        ops = [change.op() for change in changes]
+        for op in ops:
+            self._digest = 0 if isinstance(op, Clear) else self._digest ^ digest_of_all(op.tier, op.keys)
+        for piece in pieces(ops):
             self._send(Batch(self._epoch, self._seq, piece))
             self._seq += 1
-        return bool(changes)
+        return True
 
     def end(self) -> None:
         """Nothing is sent or told any more, whatever its subscriber still has in hand."""
-        self._send = _nowhere
+        self._send = None
         self._copy = None
 
     def held(self) -> list[Change]:
@@ -223,10 +232,12 @@ class Feed:
                 self._counts.stored += len(change.keys)
             elif change.kind is Remove:
                 self._counts.removed += len(change.keys)
-            self._waiting_blocks += len(change.keys)
         if self._copy is not None:
             self._copy.changed(self.endpoint, changes)
+        if self._send is None:
+            return
         self._waiting += changes
+        self._waiting_blocks += sum(len(change.keys) for change in changes)
         if self._waiting_blocks > MOST_WAITING_BLOCKS:
             self.flush()
         else:
@@ -237,7 +248,7 @@ class Feed:
         self._waiting.clear()
         self._waiting_blocks = 0
         self._epoch = self._next_epoch()
-        self._seq = 0
+        self._seq = self._digest = 0
         self._heard = self._quiet = 0
         if self._copy is not None:
             self._copy.renewed(self.endpoint)
@@ -262,7 +273,3 @@ def pieces(ops: Iterable[Op], limit: int = PIECE_BYTES) -> Iterator[list[Op]]:
             start = end
     if piece:
         yield piece
-
-
-def _nowhere(message: StreamMessage) -> None:
-    del message

@@ -15,7 +15,6 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -73,18 +72,21 @@ class Relay:
         context: zmq.asyncio.Context,
         *,
         local: LocalCopy | None = None,
+        alone: bool = False,
         beacon_period_s: float = 2.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`local` is told directly of all that is followed here, besides the bus."""
+        """`local` is told directly of all that is followed here, besides the bus.
+
+        `alone`: nobody else can be on the bus, so nothing is said there.
+        """
         self.rejected = 0
         """Requests for a snapshot that could not be read or were too many."""
         self._bus = bus
         self._subjects = Subjects(namespace)
         self._context = context
         self._local = local
+        self._alone = alone
         self._beacon_period_s = beacon_period_s
-        self._clock = clock
         self._followed: dict[Endpoint, _Followed] = {}
         self._ended: list[asyncio.Task[None]] = []
         self._wanted: dict[tuple[Endpoint, str], None] = {}
@@ -142,7 +144,7 @@ class Relay:
         def send(message: StreamMessage) -> None:
             self._bus.publish(subject, _encode(message))
 
-        feed = Feed(endpoint, life[1], self._next_epoch, send, waits=self._flush_soon, copy=self._local)
+        feed = Feed(endpoint, life[1], self._next_epoch, None if self._alone else send, waits=self._flush_soon, copy=self._local)
         requests = self._bus.subscribe(self._subjects.snapshot(endpoint), self._on_request)
         self._followed[endpoint] = _Followed(feed, source, life, requests)
         self._changed.set()
@@ -168,7 +170,8 @@ class Relay:
 
     def _flush(self) -> None:
         self._flush_at = None
-        if any([followed.feed.flush() for followed in self._followed.values()]):
+        sent = [followed.feed.flush() for followed in self._followed.values()]
+        if any(sent):
             self._flush_at = asyncio.get_running_loop().call_later(TOGETHER_S, self._flush)
 
     async def _pull(self, followed: _Followed) -> None:
@@ -183,9 +186,9 @@ class Relay:
 
     async def _beat(self) -> None:
         while True:
-            started = self._clock()
+            started = time.monotonic()
             self._beacons()
-            await asyncio.sleep(max(0.0, self._beacon_period_s - (self._clock() - started)))
+            await asyncio.sleep(max(0.0, self._beacon_period_s - (time.monotonic() - started)))
 
     def _beacons(self) -> None:
         for followed in self._followed.values():

@@ -14,8 +14,6 @@ those are dealt with whole, by dicts and sets, not block by block.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections import Counter, deque
 from collections.abc import Iterable
 from itertools import chain, repeat
@@ -26,19 +24,8 @@ from engines.blocks import TOKEN_BYTES, block_key, block_keys, pack_keys, pack_t
 from engines.events import BlockHash, Cleared, KvEvent, Removed, Skipped, SkipReason, Stored
 from engines.types import Tier
 
-_MASK = (1 << 64) - 1
 _MOST_GROUPS = 256
 """No engine has more KV cache groups; a stream of nonsense must not make us remember more."""
-_ODD = {Tier.DEVICE: 1, Tier.HOST: 0x9E3779B97F4A7C15, Tier.DISK: 0xC2B2AE3D27D4EB4F}
-
-
-def digest_of(key: int, tier: Tier) -> int:
-    """What one held (key, tier) pair contributes to a digest, which is the XOR of them all; 64 bits.
-
-    A key is a hash already, so the device tier needs no mixing; the others are multiplied by an odd constant, which XOR does not
-    commute with, so that a block that changed tiers, or two that swapped, show.
-    """
-    return key * _ODD[tier] & _MASK
 
 
 class Change(NamedTuple):
@@ -170,7 +157,6 @@ class Translator:
         self._held = {tier: _Held() for tier in Tier}
         self._partial_groups: set[int] = set()
         """Groups that do not hold whole prefixes; their removals carry nothing but the number."""
-        self._digest = 0
         self._orphans = 0
         self._unknown_removals = 0
         self.skipped: Counter[str] = Counter()
@@ -180,11 +166,6 @@ class Translator:
     def blocks(self) -> int:
         """Distinct (key, tier) pairs held. O(1)."""
         return sum(len(held.keys) for held in self._held.values())
-
-    @property
-    def digest(self) -> int:
-        """XOR of `digest_of` over the pairs held; 0 when none is. O(1)."""
-        return self._digest
 
     @property
     def block_size(self) -> int | None:
@@ -231,7 +212,7 @@ class Translator:
         self._copies.clear()
         for tier in self._held.values():
             tier.clear()
-        self._digest = self._orphans = self._unknown_removals = 0
+        self._orphans = self._unknown_removals = 0
         self._odd_size = None
         return [Change(Clear, Tier.DEVICE, [])] if held else []
 
@@ -305,8 +286,6 @@ class Translator:
     def _changed(self, kind: type[Store | Remove], tier: Tier, keys: list[int], changes: list[Change]) -> None:
         if not keys:
             return
-        mixed = keys if tier is Tier.DEVICE else [digest_of(key, tier) for key in keys]
-        self._digest = functools.reduce(operator.xor, mixed, self._digest)
         if changes and changes[-1].kind is kind and changes[-1].tier is tier:
             changes[-1].keys.extend(keys)
         else:
@@ -323,9 +302,7 @@ class Translator:
         for tier, held in self._held.items():
             assert held.keys == holders[tier].keys()
             assert held.again == {key: count - 1 for key, count in holders[tier].items() if count > 1}
-        pairs = [digest_of(key, tier) for tier, held in self._held.items() for key in held.keys]
-        assert self._digest == functools.reduce(operator.xor, pairs, 0)
-        assert self.blocks == len(pairs)
+        assert self.blocks == sum(map(len, holders.values()))
 
 
 def _keys(event: Stored, parent: int) -> list[int]:

@@ -285,7 +285,7 @@ def _names(kind: bytes, columns: list[bytearray]) -> list[BlockHash]:
         joined[place :: len(columns)] = column
     if len(columns) != 8:
         return [name for (name,) in struct.iter_unpack(f"{len(columns)}s", joined)]
-    words = array.array("Q" if kind == b"\xcf" else "q", bytes(joined))
+    words: array.array[Any] = array.array("Q" if kind == b"\xcf" else "q", bytes(joined))
     if sys.byteorder == "little":
         words.byteswap()
     return words.tolist()

@@ -129,7 +129,7 @@ class FrameReader:
 
 
 def socket_type(ready: bytes) -> str | None:
-    """What a READY command says its sender is: `PUB`, `SUB`, …"""
+    """What a READY command says its sender is, such as `PUB` or `SUB`; None when it says nothing."""
     found = _SOCKET_TYPE.search(ready)
     return ready[found.end() : found.end() + found[1][0]].decode("ascii", "replace") if found is not None else None
 

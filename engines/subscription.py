@@ -159,6 +159,7 @@ class _Connection(asyncio.Protocol):
             self._subscription.pause()
 
     def connection_lost(self, error: Exception | None) -> None:
+        del error
         reader = self._reader
         self.close()
         if reader is not None and (self._frames.ready or not self._subscription.listens):

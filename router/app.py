@@ -120,7 +120,7 @@ async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
         fleet, metrics = Fleet(settings.admission.max_active_requests), Metrics()
         caches, load = Caches(predicted_ttl_s=settings.predicted_ttl_s), LoadBook()
         mirror = Mirror(bus, settings.namespace, caches, blind_after_s=settings.blind_after_s)
-        relay = KvRelay(bus, settings.namespace, context, local=mirror)
+        relay = KvRelay(bus, settings.namespace, context, local=mirror, alone=broker is not None)
         prompts = PromptBook(tokenizer=settings.tokenizer)
         whereabouts = Whereabouts(session, pass_clients_keys=guards.door is None)
         intake = Intake(fleet, prompts, whereabouts, session_header=settings.session_header.lower().encode(), tokenize=scheduler.uses_cache)

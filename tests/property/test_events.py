@@ -125,7 +125,9 @@ def evictions(draw: st.DrawFn) -> list[object]:
     odd = draw(st.lists(st.integers(0, len(names) - 1), max_size=2))
     for place in odd:
         names[place] = draw(HASHES)
-    rest = draw(st.sampled_from([{}, {"medium": "GPU"}, {"medium": "GPU", "group_idx": 0}, {"medium": "TAPE"}, {"medium": "CPU", "new": [1]}]))
+    rest: dict[str, object] = draw(
+        st.sampled_from([{}, {"medium": "GPU"}, {"medium": "GPU", "group_idx": 0}, {"medium": "TAPE"}, {"medium": "CPU", "new": [1]}])
+    )
     elsewhere = draw(st.sets(st.integers(0, len(names) - 1), max_size=2))
     rests = [rest | {"medium": "CPU", "group_idx": 1} if at in elsewhere and "group_idx" in rest else rest for at in range(len(names))]
     if draw(st.booleans()):
@@ -147,7 +149,7 @@ def test_R31_a_stretch_of_removals_reads_as_its_events_one_by_one(leading: list[
 
 
 def test_R31_a_stretch_of_removals_is_read_whole_and_not_event_by_event() -> None:
-    names = [2**63 + number for number in range(100)]
+    names: list[BlockHash] = [2**63 + number for number in range(100)]
     payload = msgspec.msgpack.encode([0.5, [{"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"} for name in names], 1])
     found = module._leading_removals(payload)
     assert found is not None

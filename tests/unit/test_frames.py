@@ -53,9 +53,8 @@ def test_what_trails_behind_whole_messages_is_kept(reader: FrameReader) -> None:
 
 def test_the_answer_to_the_greeting_and_to_the_handshake_each_come_once(reader: FrameReader) -> None:
     assert reader.feed(GREETING) == Heard([], SUBSCRIBER)
-    assert not reader.ready
-    assert reader.feed(XPUB) == Heard([], b"\x00\x03\x01kv")
-    assert reader.ready
+    assert (reader.feed(XPUB[:-1]), reader.ready) == (Heard([]), False)
+    assert (reader.feed(XPUB[-1:]), reader.ready) == (Heard([], b"\x00\x03\x01kv"), True)
     assert reader.feed(PING) == Heard([], b"\x04\x05\x04PONG")
     assert reader.feed(b"\x04\x0a\x04PING\x00\x64abc") == Heard([], b"\x04\x08\x04PONGabc")
     assert reader.feed(b"\x04\x05\x04PONG") == Heard([])
@@ -88,10 +87,8 @@ def test_an_empty_topic_hears_everything_and_a_long_one_is_told_in_a_long_frame(
 def test_A9_what_no_publisher_says_ends_the_connection(reader: FrameReader, odd: bytes) -> None:
     with pytest.raises(NotAPublisher):
         reader.feed(odd)
-    slow = FrameReader(b"kv", LIMIT)
     with pytest.raises(NotAPublisher):
-        for at in range(len(odd)):
-            slow.feed(odd[at : at + 1])
+        read(FrameReader(b"kv", LIMIT), *(odd[at : at + 1] for at in range(len(odd))))
 
 
 def test_the_limit_is_of_each_message_not_of_them_all(reader: FrameReader) -> None:
