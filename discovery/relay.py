@@ -137,6 +137,7 @@ class Relay:
             self._bus.unwatch(_nothing, self._beacons)
             if self._flush_at is not None:
                 self._flush_at.cancel()
+                self._flush_at = None
 
     def _add(self, endpoint: Endpoint, source: KvSource, life: tuple[float | None, int | None]) -> None:
         subject = self._subjects.stream(endpoint)

@@ -167,6 +167,8 @@ class _Connection(asyncio.Protocol):
 
     def read(self, *, on: bool) -> None:
         """Whether to read."""
+        if self._transport.is_closing():
+            return
         if on:
             self._transport.resume_reading()
         else:
