@@ -86,6 +86,8 @@ class BusOptions(msgspec.Struct, frozen=True):
     """Path of a `.creds` file."""
     nkey_seed: str | None = None
     """Path of an nkey seed file."""
+    echo: bool = True
+    """Whether subscriptions of this connection hear what is published on it."""
 
 
 class Subscription:
@@ -265,6 +267,7 @@ class Bus:
                 reconnect_time_wait=0,
                 connect_timeout=CONNECT_TIMEOUT_S,
                 ping_interval=PING_INTERVAL_S,
+                no_echo=not given.echo,
                 error_cb=self._on_error,
                 closed_cb=self._on_closed,
                 tls=given.tls,

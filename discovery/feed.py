@@ -4,24 +4,31 @@ A `Feed` is what `KvSubscriber` tells (its sink), and what the relay publishes f
 its state and is sent on in the same call, so that a snapshot taken between two calls is exact at the next batch's number.
 
     restarted ─▶ new epoch, beacon          batch ─▶ translate ─▶ Batch seq, seq+1, …         lost ─▶ clear, new epoch, `partial`
+                                                         └──▶ a copy in this process, at once and without numbers
+
+What goes on the bus may wait a moment for more, so that a busy engine costs a message for several of its own. Whatever tells the position
+(a beacon, a snapshot) sends what waits first, so what was sent and what is held are always the same there.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
+from discovery.digests import digest_of_all
 from discovery.logs import event
 from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, Store, StreamMessage
 from discovery.signal import LIVE, Signal, SignalState
-from discovery.translate import Translator
-from engines.blocks import KEY_BYTES
+from discovery.translate import Change, Translator
 from engines.events import Cleared, KvBatch
 from engines.types import Endpoint
 
+MOST_WAITING_BLOCKS = 4096
+"""Changes of so many blocks do not wait for more."""
 PIECE_BYTES = 64 * 1024
 """Keys in one message: a sixteenth of NATS' own limit, and what a mirror applies in about 4 ms without letting anything else run."""
 
@@ -50,17 +57,49 @@ class FeedCounts(msgspec.Struct):
     """Held now."""
 
 
+class FeedCopy(Protocol):
+    """A copy in this process of what feeds tell. Its methods are called in the order things happen, and must not block."""
+
+    def changed(self, endpoint: Endpoint, changes: Sequence[Change]) -> None:
+        """These are the next changes of what is held there."""
+        ...
+
+    def renewed(self, endpoint: Endpoint) -> None:
+        """Nothing is known to be held there any more."""
+        ...
+
+    def told(self, endpoint: Endpoint, beacon: Beacon) -> None:
+        """What the bus is told as well."""
+        ...
+
+
 class Feed:
     """One endpoint's stream in this relay's life."""
 
     def __init__(
-        self, endpoint: Endpoint, block_size: int | None, next_epoch: Callable[[], str], send: Callable[[StreamMessage], None]
+        self,
+        endpoint: Endpoint,
+        block_size: int | None,
+        next_epoch: Callable[[], str],
+        send: Callable[[StreamMessage], None] | None,
+        *,
+        waits: Callable[[], None] | None = None,
+        copy: FeedCopy | None = None,
     ) -> None:
-        """`block_size` is the configured one, if any. Nothing is sent before the first call."""
+        """`block_size` is the configured one, if any. Nothing is sent before the first call, and nothing ever without a `send`.
+
+        `waits` is called when there is something to send, and `flush` has to follow soon; without it, all is sent at once.
+        """
         self.endpoint = endpoint
         self._translator = Translator(block_size)
         self._next_epoch = next_epoch
         self._send = send
+        self._waits = waits or self.flush
+        self._copy = copy
+        self._digest = 0
+        """Of what has been sent in this epoch."""
+        self._waiting: list[Change] = []
+        self._waiting_blocks = 0
         self._epoch = next_epoch()
         self._seq = 0
         self._heard = self._quiet = 0
@@ -108,12 +147,11 @@ class Feed:
         """Events in order; sent on when they change what is held."""
         self._heard += 1
         self._counts.batches += 1
-        ops = self._translator.apply(batch.events)
-        self._quiet += not ops
-        for piece in pieces(ops):
-            self._count(piece)
-            self._send(Batch(self._epoch, self._seq, piece))
-            self._seq += 1
+        changes = self._translator.apply(batch.events)
+        if changes:
+            self._changed(changes)
+        else:
+            self._quiet += 1
         if self._partial and any(isinstance(happened, Cleared) for happened in batch.events):
             self._partial = ""  # what we did not know of is gone as well
         if (self.signal, self._translator.block_size) != self._shown:
@@ -141,46 +179,79 @@ class Feed:
 
     def beacon(self) -> None:
         """Say what a complete copy holds by now."""
+        self.flush()
         translator, signal = self._translator, self.signal
         self._shown = (signal, translator.block_size)
-        self._send(
-            Beacon(
-                epoch=self._epoch,
-                seq=self._seq,
-                blocks=translator.blocks,
-                digest=translator.digest,
-                block_size=translator.block_size,
-                signal=signal.state.value,
-                reason=signal.reason,
-                quiet=self._quiet,
-            )
+        beacon = Beacon(
+            epoch=self._epoch,
+            seq=self._seq,
+            blocks=translator.blocks,
+            digest=self._digest,
+            block_size=translator.block_size,
+            signal=signal.state.value,
+            reason=signal.reason,
+            quiet=self._quiet,
         )
+        if self._send is not None:
+            self._send(beacon)
+        if self._copy is not None:
+            self._copy.told(self.endpoint, beacon)
+
+    def flush(self) -> bool:
+        """What waits to be sent is sent; whether anything did."""
+        if self._send is None or not self._waiting:
+            return False
+        changes, self._waiting, self._waiting_blocks = self._waiting, [], 0
+        ops = [change.op() for change in changes]
+        for op in ops:
+            self._digest = 0 if isinstance(op, Clear) else self._digest ^ digest_of_all(op.tier, op.keys)
+        for piece in pieces(ops):
+            self._send(Batch(self._epoch, self._seq, piece))
+            self._seq += 1
+        return True
 
     def end(self) -> None:
-        """Nothing is sent any more, whatever its subscriber still has in hand."""
-        self._send = _nowhere
+        """Nothing is sent or told any more, whatever its subscriber still has in hand."""
+        self._send = None
+        self._copy = None
+
+    def held(self) -> list[Change]:
+        """What makes an empty copy equal to what is held. O(blocks)."""
+        return self._translator.held()
 
     def snapshot(self) -> Iterator[SnapshotChunk]:
         """Everything held at this moment, however late the iterator is run. O(blocks) now, then O(1) a chunk."""
-        parts = list(pieces(self._translator.snapshot())) or [[]]
+        self.flush()
+        parts = list(pieces(change.op() for change in self.held())) or [[]]
         epoch, seq = self._epoch, self._seq
         return (SnapshotChunk(epoch, seq, number, len(parts), ops) for number, ops in enumerate(parts))
 
+    def _changed(self, changes: list[Change]) -> None:
+        for change in changes:
+            if change.kind is Store:
+                self._counts.stored += len(change.keys)
+            elif change.kind is Remove:
+                self._counts.removed += len(change.keys)
+        if self._copy is not None:
+            self._copy.changed(self.endpoint, changes)
+        if self._send is None:
+            return
+        self._waiting += changes
+        self._waiting_blocks += sum(len(change.keys) for change in changes)
+        if self._waiting_blocks > MOST_WAITING_BLOCKS:
+            self.flush()
+        else:
+            self._waits()
+
     def _renew(self) -> None:
         self._translator.clear()
+        self._waiting.clear()
+        self._waiting_blocks = 0
         self._epoch = self._next_epoch()
-        self._seq = 0
+        self._seq = self._digest = 0
         self._heard = self._quiet = 0
-
-    def _count(self, ops: list[Op]) -> None:
-        for op in ops:
-            match op:
-                case Store():
-                    self._counts.stored += len(op.keys) // KEY_BYTES
-                case Remove():
-                    self._counts.removed += len(op.keys) // KEY_BYTES
-                case Clear():
-                    pass
+        if self._copy is not None:
+            self._copy.renewed(self.endpoint)
 
 
 def pieces(ops: Iterable[Op], limit: int = PIECE_BYTES) -> Iterator[list[Op]]:
@@ -202,7 +273,3 @@ def pieces(ops: Iterable[Op], limit: int = PIECE_BYTES) -> Iterator[list[Op]]:
             start = end
     if piece:
         yield piece
-
-
-def _nowhere(message: StreamMessage) -> None:
-    del message

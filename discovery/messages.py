@@ -36,7 +36,7 @@ Op = Store | Remove | Clear
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag="batch"):
-    """What changed in one step of the engine's scheduler."""
+    """What changed in one or several steps of the engine's scheduler."""
 
     epoch: str
     seq: int
@@ -51,7 +51,7 @@ class Beacon(msgspec.Struct, frozen=True, array_like=True, tag="beacon"):
     """The number the next batch will carry."""
     blocks: int
     digest: int
-    """XOR of `discovery.translate.digest_of` over all (key, tier) pairs held."""
+    """XOR of `discovery.digests.digest_of` over all (key, tier) pairs held."""
     block_size: int | None
     signal: str
     """A `Signal` state as the relay sees it."""

@@ -4,7 +4,12 @@ A mirror copies the streams of the engines it expects into an index, complete an
 endpoint's signal (`SignalTracker` decides what it is). It decides nothing itself: messages in, index operations and requests out.
 
     bus ── Batch, Beacon ──▶ StreamSync ──▶ store / remove / clear ──▶ index
-     └──── SnapshotChunk ──▶     └────────▶ SnapshotRequest ──▶ bus
+     └──── SnapshotChunk ──▶     └────────▶ SnapshotRequest ──▶ bus      ▲
+                                                                         │
+    a relay in this process ── changes, beacons ─────────────────────────┘
+
+What a relay in this process follows, it tells directly (`attach`): nothing can be lost between the two, so there is nothing to judge, and
+what the bus says of such an endpoint, be it another relay's word, is not listened to.
 """
 
 from __future__ import annotations
@@ -19,11 +24,13 @@ from typing import Protocol
 import msgspec
 
 from discovery.bus import Bus
+from discovery.feed import Feed
 from discovery.logs import event
 from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, SnapshotRequest, Store, StreamMessage
 from discovery.signal import Signal, SignalState, SignalTracker
 from discovery.subjects import Subjects
 from discovery.sync import Action, Apply, ClearAll, RequestSnapshot, StreamSync, SyncCounts
+from discovery.translate import Change
 from engines.blocks import KEY_BYTES, unpack_keys
 from engines.types import Endpoint, EngineInfo, Tier
 
@@ -33,6 +40,10 @@ _log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 _streams: msgspec.msgpack.Decoder[StreamMessage] = msgspec.msgpack.Decoder(StreamMessage)
 _chunks = msgspec.msgpack.Decoder(SnapshotChunk)
+
+
+_Life = tuple[bool, float | None]
+"""Whether the engine publishes, and the start of its process."""
 
 
 class IndexSink(Protocol):
@@ -65,11 +76,13 @@ class MirrorCounts(msgspec.Struct):
 class _Copy:
     """One endpoint as the mirror has it."""
 
-    def __init__(self, endpoint: Endpoint, life: object, sync: StreamSync, tracker: SignalTracker) -> None:
+    def __init__(self, endpoint: Endpoint, life: _Life, sync: StreamSync, tracker: SignalTracker) -> None:
         self.endpoint = endpoint
         self.life = life
         self.sync = sync
         self.tracker = tracker
+        self.local = False
+        """Whether a relay in this process tells of it."""
         self.told = False
         """Whether its relay has said, in this epoch, how it sees the signal and the block size: keys alone cannot be believed yet."""
         self.block_size: int | None = None
@@ -77,7 +90,7 @@ class _Copy:
 
     @property
     def complete(self) -> bool:
-        return self.sync.synced and self.told
+        return self.told and (self.local or self.sync.synced)
 
     def renewed(self) -> None:
         self.told = False
@@ -107,6 +120,7 @@ class Mirror:
         self._name = secrets.token_hex(8)
         self._copies: dict[Endpoint, _Copy] = {}
         self._by_subject: dict[str, _Copy] = {}
+        self._feeds: dict[Endpoint, Feed] = {}
         self._running = False
 
     def expect(self, info: EngineInfo) -> None:
@@ -119,12 +133,56 @@ class Mirror:
             if endpoint in self._copies and self._copies[endpoint].life != life:
                 self._drop(endpoint)
             if endpoint not in self._copies:
-                self._add(endpoint, life)
+                copy = self._add(endpoint, life)
+                if self._running and self._bus.connected and not copy.local and copy.tracker.publishes:
+                    self._perform(copy, copy.sync.tick(self._clock()))
 
     def forget(self, engine_id: str) -> None:
         """Nothing of this engine is in the index, nor will be: what is still on its way is discarded. Idempotent."""
         for endpoint in [known for known in self._copies if known.engine == engine_id]:
             self._drop(endpoint)
+
+    # discovery.relay.LocalCopy
+
+    def attach(self, feed: Feed) -> None:
+        """What the feed's endpoint holds is told by it, from what it holds now on. O(blocks it holds)."""
+        self._feeds[feed.endpoint] = feed
+        copy = self._copies.get(feed.endpoint)
+        if copy is not None:
+            self._link(copy, feed)
+
+    def detach(self, endpoint: Endpoint) -> None:
+        """Its feed has ended: from now on it is copied from the bus, as if it had just been expected. Idempotent."""
+        if self._feeds.pop(endpoint, None) is None or endpoint not in self._copies:
+            return
+        life = self._copies[endpoint].life
+        self._drop(endpoint)
+        self._add(endpoint, life)
+
+    def changed(self, endpoint: Endpoint, changes: Iterable[Change]) -> None:
+        """The next changes of what is held there. O(blocks)."""
+        copy = self._copies.get(endpoint)
+        if copy is None:
+            return
+        copy.sync.counts.batches += 1
+        copy.tracker.heard(self._clock())
+        self._take(endpoint, changes)
+
+    def renewed(self, endpoint: Endpoint) -> None:
+        """A new epoch: nothing of what was known holds any more."""
+        copy = self._copies.get(endpoint)
+        if copy is not None:
+            copy.sync.counts.epochs += 1
+            copy.renewed()
+            self._index.clear(endpoint)
+
+    def told(self, endpoint: Endpoint, beacon: Beacon) -> None:
+        """How its feed sees it."""
+        copy = self._copies.get(endpoint)
+        if copy is not None:
+            self._note(copy, beacon, self._clock())
+
+    # the router
 
     def signal(self, endpoint: Endpoint, now: float) -> Signal:
         """How far the index can be believed for this endpoint. O(1)."""
@@ -175,17 +233,37 @@ class Mirror:
             for subscription in subscriptions:
                 subscription.cancel()
 
-    def _add(self, endpoint: Endpoint, life: tuple[bool, float | None]) -> None:
+    def _add(self, endpoint: Endpoint, life: _Life) -> _Copy:
         now = self._clock()
         publishes = life[0]
         tracker = SignalTracker(publishes=publishes, now=now, blind_after_s=self._blind_after_s, beacon_period_s=self._beacon_period_s)
         copy = self._copies[endpoint] = _Copy(endpoint, life, StreamSync(), tracker)
         if publishes:
             self._by_subject[self._subjects.stream(endpoint)] = copy
-        if not self._bus.connected:
+        if endpoint in self._feeds:
+            self._link(copy, self._feeds[endpoint])
+        elif not self._bus.connected:
             tracker.bus_lost(now)
-        elif self._running and publishes:
-            self._perform(copy, copy.sync.tick(now))
+        return copy
+
+    def _link(self, copy: _Copy, feed: Feed) -> None:
+        now = self._clock()
+        self._index.clear(copy.endpoint)
+        copy.renewed()
+        copy.sync.counts.epochs += 1
+        copy.local = True
+        copy.tracker.bus_back(now)
+        self._take(copy.endpoint, feed.held())
+        feed.beacon()
+
+    def _take(self, endpoint: Endpoint, changes: Iterable[Change]) -> None:
+        for change in changes:
+            if change.kind is Store:
+                self._index.store(endpoint, change.tier, change.keys)
+            elif change.kind is Remove:
+                self._index.remove(endpoint, change.tier, change.keys)
+            else:
+                self._index.clear(endpoint)
 
     def _drop(self, endpoint: Endpoint) -> None:
         del self._copies[endpoint]
@@ -197,6 +275,8 @@ class Mirror:
         copy = self._by_subject.get(subject)
         if copy is None:
             self.counts.unexpected += 1
+            return
+        if copy.local:
             return
         try:
             message = _streams.decode(payload)
@@ -238,7 +318,7 @@ class Mirror:
             return
         endpoint, attempt = answered
         copy = self._copies.get(endpoint)
-        if copy is None:
+        if copy is None or copy.local:
             self.counts.unexpected += 1
             return
         epoch = copy.sync.epoch
@@ -272,7 +352,7 @@ class Mirror:
 
     def _tick(self, now: float) -> None:
         for copy in tuple(self._copies.values()):
-            if copy.tracker.publishes and self._bus.connected:
+            if copy.tracker.publishes and self._bus.connected and not copy.local:
                 self._perform(copy, copy.sync.tick(now))
             self._report(copy, now)
 
@@ -289,13 +369,15 @@ class Mirror:
     def _on_bus_lost(self) -> None:
         now = self._clock()
         for copy in self._copies.values():
-            copy.tracker.bus_lost(now)
-            copy.sync.doubt()
+            if not copy.local:
+                copy.tracker.bus_lost(now)
+                copy.sync.doubt()
 
     def _on_bus_back(self) -> None:
         now = self._clock()
         for copy in self._copies.values():
-            copy.tracker.bus_back(now)
+            if not copy.local:
+                copy.tracker.bus_back(now)
         self._tick(now)
 
 

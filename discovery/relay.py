@@ -4,7 +4,8 @@ One relay follows any number of engines; each (engine, rank) that publishes is a
 relay gives them life: it says on the bus what they hold every few seconds, and answers mirrors that ask for all of it.
 
     follow(info) ──▶ Feed ◀── KvSubscriber ◀── ZMQ            bus ── SnapshotRequest ──▶ Feed.snapshot ── chunks ──▶ bus
-                       └── batches, beacons ──▶ bus
+                       ├── batches, beacons ──▶ bus
+                       └── changes ──▶ the mirror of the same process, if there is one: what it has itself, it does not ask of the bus
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import zmq.asyncio
 
 from discovery.bus import Bus, Subscription
-from discovery.feed import Feed, FeedCounts
+from discovery.feed import Feed, FeedCopy, FeedCounts
 from discovery.logs import event
 from discovery.messages import SnapshotRequest, StreamMessage
 from discovery.subjects import Subjects
@@ -28,12 +29,26 @@ from engines.subscriber import KvSubscriber
 from engines.types import Endpoint, EngineInfo, KvSource
 
 RETRY_S = 1.0
+TOGETHER_S = 0.01
+"""After a batch of any engine has been sent, the next ones wait so long for each other: what others hear is never later by more."""
 MAX_REQUESTS = 4096
 """Snapshots in line; beyond, a request is dropped and its mirror asks again."""
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 _requests = msgspec.msgpack.Decoder(SnapshotRequest)
+
+
+class LocalCopy(FeedCopy, Protocol):
+    """A copy in this process, which also wants to know what is followed here."""
+
+    def attach(self, feed: Feed) -> None:
+        """This feed tells you from now on."""
+        ...
+
+    def detach(self, endpoint: Endpoint) -> None:
+        """Nothing tells you of this endpoint any more."""
+        ...
 
 
 class _Followed:
@@ -56,21 +71,28 @@ class Relay:
         namespace: str,
         context: zmq.asyncio.Context,
         *,
+        local: LocalCopy | None = None,
+        alone: bool = False,
         beacon_period_s: float = 2.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`local` is told directly of all that is followed here, besides the bus.
+
+        `alone`: nobody else can be on the bus, so nothing is said there.
+        """
         self.rejected = 0
         """Requests for a snapshot that could not be read or were too many."""
         self._bus = bus
         self._subjects = Subjects(namespace)
         self._context = context
+        self._local = local
+        self._alone = alone
         self._beacon_period_s = beacon_period_s
-        self._clock = clock
         self._followed: dict[Endpoint, _Followed] = {}
         self._ended: list[asyncio.Task[None]] = []
         self._wanted: dict[tuple[Endpoint, str], None] = {}
         self._changed = asyncio.Event()
         self._asked = asyncio.Event()
+        self._flush_at: asyncio.TimerHandle | None = None
         life, numbers = secrets.token_hex(8), itertools.count()
         self._next_epoch = lambda: f"{life}.{next(numbers)}"
 
@@ -113,6 +135,9 @@ class Relay:
                     await self._changed.wait()
         finally:
             self._bus.unwatch(_nothing, self._beacons)
+            if self._flush_at is not None:
+                self._flush_at.cancel()
+                self._flush_at = None
 
     def _add(self, endpoint: Endpoint, source: KvSource, life: tuple[float | None, int | None]) -> None:
         subject = self._subjects.stream(endpoint)
@@ -120,10 +145,12 @@ class Relay:
         def send(message: StreamMessage) -> None:
             self._bus.publish(subject, _encode(message))
 
-        feed = Feed(endpoint, life[1], self._next_epoch, send)
+        feed = Feed(endpoint, life[1], self._next_epoch, None if self._alone else send, waits=self._flush_soon, copy=self._local)
         requests = self._bus.subscribe(self._subjects.snapshot(endpoint), self._on_request)
         self._followed[endpoint] = _Followed(feed, source, life, requests)
         self._changed.set()
+        if self._local is not None:
+            self._local.attach(feed)
         feed.beacon()
         event(_log, logging.INFO, "following KV events", endpoint=str(endpoint), events=source.events, replay=source.replay)
 
@@ -131,9 +158,22 @@ class Relay:
         followed = self._followed.pop(endpoint)
         followed.requests.cancel()
         followed.feed.end()
+        if self._local is not None:
+            self._local.detach(endpoint)
         if followed.task is not None:
             self._ended.append(followed.task)
         self._changed.set()
+
+    def _flush_soon(self) -> None:
+        """At once when nothing was sent just now, else together with what comes until then."""
+        if self._flush_at is None:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._flush_at = None
+        sent = [followed.feed.flush() for followed in self._followed.values()]
+        if any(sent):
+            self._flush_at = asyncio.get_running_loop().call_later(TOGETHER_S, self._flush)
 
     async def _pull(self, followed: _Followed) -> None:
         """One rank's whole life here. Nothing an engine publishes may end the relay, nor another engine's feed."""
@@ -147,9 +187,9 @@ class Relay:
 
     async def _beat(self) -> None:
         while True:
-            started = self._clock()
+            started = time.monotonic()
             self._beacons()
-            await asyncio.sleep(max(0.0, self._beacon_period_s - (self._clock() - started)))
+            await asyncio.sleep(max(0.0, self._beacon_period_s - (time.monotonic() - started)))
 
     def _beacons(self) -> None:
         for followed in self._followed.values():

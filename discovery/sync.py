@@ -22,17 +22,14 @@ endpoint is not `synced` until the last of it is in.
 from __future__ import annotations
 
 import enum
-import functools
-import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from discovery.digests import digest_of_all
 from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, Store
-from discovery.translate import digest_of
-from engines.blocks import KEY_BYTES, unpack_keys
-from engines.types import Tier
+from engines.blocks import KEY_BYTES
 
 RETIRED_S = 10.0
 """How long the messages of a dead epoch may still be on their way; several times the beacons' period."""
@@ -45,24 +42,6 @@ MAX_RESYNC_S = 2.0
 """Bounds of the wait between two snapshots of one stream; doubles until a beacon agrees."""
 MAX_KEPT_BYTES = 16 * 1024 * 1024
 """Keys of live batches kept while a snapshot is on its way; the oldest go first, and a gap then asks again."""
-
-
-def xor_of(keys: bytes) -> int:
-    """XOR of packed keys. Folds halves of one big integer: half the time of a loop over 256 unpacked keys, a fifth over 8,192."""
-    count = len(keys) // KEY_BYTES
-    folded = int.from_bytes(keys, "little")
-    while count > 1:
-        half = (count + 1) // 2
-        folded = (folded >> (64 * half)) ^ (folded & ((1 << (64 * half)) - 1))
-        count = half
-    return folded
-
-
-def digest_of_all(tier: Tier, keys: bytes) -> int:
-    """What packed keys held in `tier` contribute to a digest: XOR of `digest_of` over them. O(keys)."""
-    if tier is Tier.DEVICE:  # nearly all keys there are, and `digest_of` leaves them as they are
-        return xor_of(keys)
-    return functools.reduce(operator.xor, (digest_of(key, tier) for key in unpack_keys(keys)), 0)
 
 
 class Apply(msgspec.Struct, frozen=True):

@@ -5,35 +5,81 @@
 
 The one idea: an engine's hash is an opaque name, and what is held is *counted* twice over. An engine stores one hash several times
 (per tier, group and physical copy), and several hashes can stand for one key. Only a key's first and last holder are worth telling.
+
+Nearly always there is one copy of a hash and one hash for a key. So counts are kept of the others only, and events that touch none of
+those are dealt with whole, by dicts and sets, not block by block.
 """
 
 # ruff: noqa: S101 — `_check` asserts; only tests call it
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
+from itertools import chain, repeat
+from typing import NamedTuple
 
 from discovery.messages import Clear, Op, Remove, Store
 from engines.blocks import TOKEN_BYTES, block_key, block_keys, pack_keys, pack_tokens, root_seed
 from engines.events import BlockHash, Cleared, KvEvent, Removed, Skipped, SkipReason, Stored
 from engines.types import Tier
 
-_MASK = (1 << 64) - 1
 _MOST_GROUPS = 256
 """No engine has more KV cache groups; a stream of nonsense must not make us remember more."""
-_ODD = {Tier.DEVICE: 1, Tier.HOST: 0x9E3779B97F4A7C15, Tier.DISK: 0xC2B2AE3D27D4EB4F}
 
 
-def digest_of(key: int, tier: Tier) -> int:
-    """What one held (key, tier) pair contributes to a digest, which is the XOR of them all; 64 bits.
+class Change(NamedTuple):
+    """What is held has changed: a `Store`, `Remove` or `Clear` whose keys are not packed yet. Nobody changes the list any more."""
 
-    A key is a hash already, so the device tier needs no mixing; the others are multiplied by an odd constant, which XOR does not
-    commute with, so that a block that changed tiers, or two that swapped, show.
-    """
-    return key * _ODD[tier] & _MASK
+    kind: type[Op]
+    tier: Tier
+    keys: list[int]
+
+    def op(self) -> Op:
+        """As it travels."""
+        return Clear() if self.kind is Clear else self.kind(self.tier, pack_keys(self.keys))
+
+
+class _Held:
+    """The keys held in one tier, and how many (hash, group) pairs hold each."""
+
+    __slots__ = ("again", "keys")
+
+    def __init__(self) -> None:
+        self.keys: set[int] = set()
+        self.again: dict[int, int] = {}
+        """Holders beyond the first; absent when there is one."""
+
+    def add(self, key: int) -> bool:
+        """One more holder; whether it is the first."""
+        if key in self.keys:
+            self.again[key] = self.again.get(key, 0) + 1
+            return False
+        self.keys.add(key)
+        return True
+
+    def take(self, keys: list[int]) -> list[int]:
+        """One holder fewer of each, all of which are held; those that have none left."""
+        again = self.again
+        if again and not again.keys().isdisjoint(keys):
+            gone = []
+            for key in keys:
+                more = again.get(key)
+                if more is None:
+                    gone.append(key)
+                    self.keys.remove(key)
+                elif more == 1:
+                    del again[key]
+                else:
+                    again[key] = more - 1
+            return gone
+        self.keys.difference_update(keys)
+        return keys
+
+    def clear(self) -> None:
+        """Nothing is held."""
+        self.keys.clear()
+        self.again.clear()
 
 
 class _Copies:
@@ -46,7 +92,45 @@ class _Copies:
         self.again: dict[BlockHash, int] = {}
         """Copies beyond the first; absent when there is one, as there nearly always is."""
 
-    def drop_one(self, name: BlockHash) -> bool:
+    def add(self, hashes: list[BlockHash], keys: list[int], held: _Held) -> list[int]:
+        """One more copy of each; the keys among `keys` that were not held before."""
+        names, count = self.keys, len(hashes)
+        if held.keys.isdisjoint(keys):
+            named, holding = len(names), len(held.keys)
+            deque(map(names.setdefault, hashes, keys), maxlen=0)
+            held.keys.update(keys)
+            if len(names) - named == len(held.keys) - holding == count:
+                return keys
+            # A name came twice, or was known for another key: as if nothing had been done, and then one by one.
+            fresh = set(keys)
+            for name in hashes:
+                if names.get(name) in fresh:  # those known before stand for keys that are held
+                    del names[name]
+            held.keys -= fresh
+        new = []
+        for name, key in zip(hashes, keys, strict=True):
+            if name in names:
+                self.again[name] = self.again.get(name, 0) + 1
+                continue
+            names[name] = key
+            if held.add(key):
+                new.append(key)
+        return new
+
+    def take(self, hashes: list[BlockHash]) -> tuple[list[int], int]:
+        """One copy fewer of each: the keys of those that have none left, and how many were not known to have any."""
+        again = self.again
+        if again and not again.keys().isdisjoint(hashes):
+            hashes = [name for name in hashes if not self._drop_one(name)]
+        names = self.keys
+        before = len(names)
+        keys = list(map(names.pop, hashes, repeat(None)))
+        if before - len(names) == len(hashes):
+            return keys, 0  # type: ignore[return-value]  # as many as were asked for: none of them is None
+        known = [key for key in keys if key is not None]
+        return known, len(hashes) - len(known)
+
+    def _drop_one(self, name: BlockHash) -> bool:
         """Take one copy away, unless it is the last; whether it was not."""
         more = self.again.get(name)
         if more is None:
@@ -59,7 +143,7 @@ class _Copies:
 
 
 class Translator:
-    """The state of one (engine, rank); methods that change it return the operations that tell others of the change.
+    """The state of one (engine, rank); methods that change it return what others have to be told.
 
     Memory is bounded by what the engine says it holds: one dict entry per held (hash, tier, group), one per held (key, tier).
     """
@@ -70,11 +154,9 @@ class Translator:
         self._odd_size: int | None = None
         """A block size that device events had although blocks of another size are held."""
         self._copies: dict[tuple[Tier, int], _Copies] = {}
-        self._holders: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
-        """How many (hash, group) pairs hold each key."""
+        self._held = {tier: _Held() for tier in Tier}
         self._partial_groups: set[int] = set()
         """Groups that do not hold whole prefixes; their removals carry nothing but the number."""
-        self._digest = 0
         self._orphans = 0
         self._unknown_removals = 0
         self.skipped: Counter[str] = Counter()
@@ -83,12 +165,7 @@ class Translator:
     @property
     def blocks(self) -> int:
         """Distinct (key, tier) pairs held. O(1)."""
-        return sum(map(len, self._holders.values()))
-
-    @property
-    def digest(self) -> int:
-        """XOR of `digest_of` over the pairs held; 0 when none is. O(1)."""
-        return self._digest
+        return sum(len(held.keys) for held in self._held.values())
 
     @property
     def block_size(self) -> int | None:
@@ -114,37 +191,40 @@ class Translator:
         """Blocks, since all was last cleared, that were removed without being known to be held."""
         return self._unknown_removals
 
-    def apply(self, events: Iterable[KvEvent]) -> list[Op]:
-        """Take in what happened, in order. Returns what changed: runs of one kind and tier are joined. O(tokens + hashes)."""
-        runs: list[_Run] = []
-        removed: list[Removed] = []
+    def apply(self, events: Iterable[KvEvent]) -> list[Change]:
+        """Take in what happened, in order. Returns what changed: changes of one kind and tier are joined. O(tokens + hashes)."""
+        changes: list[Change] = []
         for event in events:
-            if removed and not (isinstance(event, Removed) and event.tier is removed[0].tier and event.group == removed[0].group):
-                self._remove(removed, runs)
-                removed = []
             match event:
                 case Stored():
-                    self._store(event, runs)
+                    self._store(event, changes)
                 case Removed():
-                    removed.append(event)  # vLLM sends one event per block: neighbours are dealt with at once
+                    self._remove(event, changes)
                 case Cleared():
-                    if self._forget():
-                        runs.append(_Run(None, Tier.DEVICE))
+                    changes += self.clear()
                 case Skipped():
                     self._skip(event)
-        if removed:
-            self._remove(removed, runs)
-        return [run.op() for run in runs]
+        return changes
 
-    def clear(self) -> list[Op]:
+    def clear(self) -> list[Change]:
         """Forget what is held, as at the start of a new life of the engine's cache. Its block size may then change."""
-        return [Clear()] if self._forget() else []
+        held = self.blocks > 0
+        self._copies.clear()
+        for tier in self._held.values():
+            tier.clear()
+        self._orphans = self._unknown_removals = 0
+        self._odd_size = None
+        return [Change(Clear, Tier.DEVICE, [])] if held else []
 
-    def snapshot(self) -> list[Op]:
-        """Operations that make an empty copy equal to this: one Store per tier that holds anything, oldest key first. O(blocks)."""
-        return [Store(tier, pack_keys(keys)) for tier, keys in self._holders.items() if keys]
+    def held(self) -> list[Change]:
+        """Changes that make an empty copy equal to this: one Store per tier that holds anything, oldest hash first. O(blocks)."""
+        return [Change(Store, tier, keys) for tier in Tier if (keys := self._keys_in(tier))]
 
-    def _store(self, event: Stored, runs: list[_Run]) -> None:
+    def _keys_in(self, tier: Tier) -> list[int]:
+        of_tier = [copies.keys.values() for (place, _group), copies in self._copies.items() if place is tier]
+        return list(dict.fromkeys(chain.from_iterable(of_tier)))
+
+    def _store(self, event: Stored, changes: list[Change]) -> None:
         if reason := self._unusable(event):
             self.skipped[reason] += 1
             return
@@ -159,18 +239,10 @@ class Translator:
         except (OverflowError, TypeError):  # token ids that are no 32-bit numbers
             self.skipped[SkipReason.MALFORMED] += 1
             return
-        copies = self._copies.setdefault((event.tier, event.group), _Copies())
-        names, holders, new = copies.keys, self._holders[event.tier], []
-        for name, key in zip(event.hashes, keys, strict=True):
-            if name in names:
-                copies.again[name] = copies.again.get(name, 0) + 1
-                continue
-            names[name] = key
-            count = holders.get(key, 0)
-            holders[key] = count + 1
-            if not count:
-                new.append(key)
-        self._changed(Store, event.tier, new, runs)
+        copies = self._copies.get((event.tier, event.group))
+        if copies is None:
+            copies = self._copies[event.tier, event.group] = _Copies()
+        self._changed(Store, event.tier, copies.add(event.hashes, keys, self._held[event.tier]), changes)
 
     def _unusable(self, event: Stored) -> SkipReason | None:
         size, blocks = event.block_size, len(event.hashes)
@@ -191,57 +263,33 @@ class Translator:
             return key
         return next((copies.keys[name] for copies in self._copies.values() if name in copies.keys), None)
 
-    def _remove(self, events: list[Removed], runs: list[_Run]) -> None:
-        """Take out blocks of one tier and group."""
-        tier, group = events[0].tier, events[0].group
+    def _remove(self, event: Removed, changes: list[Change]) -> None:
+        tier, group = event.tier, event.group
         if group in self._partial_groups:
-            self.skipped[SkipReason.NOT_FULL_ATTENTION] += len(events)
+            self.skipped[SkipReason.NOT_FULL_ATTENTION] += len(event.hashes)
             return
-        hashes = [name for event in events for name in event.hashes]
         copies = self._copies.get((tier, group))
         if copies is None:
-            self._unknown_removals += len(hashes)
+            self._unknown_removals += len(event.hashes)
             return
-        names, holders, gone = copies.keys, self._holders[tier], []
-        if copies.again:
-            hashes = [name for name in hashes if not copies.drop_one(name)]
-        for name in hashes:
-            key = names.pop(name, None)
-            if key is None:
-                self._unknown_removals += 1
-                continue
-            count = holders.pop(key)
-            if count == 1:
-                gone.append(key)
-            else:
-                holders[key] = count - 1
-        if not names:
+        keys, unknown = copies.take(event.hashes)
+        self._unknown_removals += unknown
+        if not copies.keys:
             del self._copies[tier, group]
-        self._changed(Remove, tier, gone, runs)
+        self._changed(Remove, tier, self._held[tier].take(keys), changes)
 
     def _skip(self, event: Skipped) -> None:
         self.skipped[event.reason] += 1
         if event.reason is SkipReason.NOT_FULL_ATTENTION and event.group is not None and len(self._partial_groups) < _MOST_GROUPS:
             self._partial_groups.add(event.group)
 
-    def _forget(self) -> bool:
-        held = self.blocks > 0
-        self._copies.clear()
-        for keys in self._holders.values():
-            keys.clear()
-        self._digest = self._orphans = self._unknown_removals = 0
-        self._odd_size = None
-        return held
-
-    def _changed(self, kind: type[Store | Remove], tier: Tier, keys: list[int], runs: list[_Run]) -> None:
+    def _changed(self, kind: type[Store | Remove], tier: Tier, keys: list[int], changes: list[Change]) -> None:
         if not keys:
             return
-        mixed = keys if tier is Tier.DEVICE else [digest_of(key, tier) for key in keys]
-        self._digest = functools.reduce(operator.xor, mixed, self._digest)
-        if runs and runs[-1].kind is kind and runs[-1].tier is tier:
-            runs[-1].keys.extend(keys)
+        if changes and changes[-1].kind is kind and changes[-1].tier is tier:
+            changes[-1].keys.extend(keys)
         else:
-            runs.append(_Run(kind, tier, keys))
+            changes.append(Change(kind, tier, keys))
 
     def _check(self) -> None:
         """Assert every invariant; for tests. O(blocks)."""
@@ -251,24 +299,10 @@ class Translator:
             assert copies.again.keys() <= copies.keys.keys()
             assert all(count > 0 for count in copies.again.values())
             holders[tier].update(copies.keys.values())
-        assert holders == self._holders
-        pairs = [digest_of(key, tier) for tier, keys in self._holders.items() for key in keys]
-        assert self._digest == functools.reduce(operator.xor, pairs, 0)
-        assert self.blocks == len(pairs)
-
-
-class _Run:
-    """Neighbouring changes of one kind and tier; `kind` None is a clear."""
-
-    __slots__ = ("keys", "kind", "tier")
-
-    def __init__(self, kind: type[Store | Remove] | None, tier: Tier, keys: list[int] | None = None) -> None:
-        self.kind = kind
-        self.tier = tier
-        self.keys = keys or []
-
-    def op(self) -> Op:
-        return self.kind(self.tier, pack_keys(self.keys)) if self.kind else Clear()
+        for tier, held in self._held.items():
+            assert held.keys == holders[tier].keys()
+            assert held.again == {key: count - 1 for key, count in holders[tier].items() if count > 1}
+        assert self.blocks == sum(map(len, holders.values()))
 
 
 def _keys(event: Stored, parent: int) -> list[int]:

@@ -6,11 +6,19 @@ tagged by its first element (before), with fields added at the end over the year
     whole batch as maps ──fails──▶ whole batch as arrays ──fails──▶ event by event: what can be read is, the rest is Skipped
 
 So one odd event costs its batch the fast path, never its neighbours. Shapes by version: vLLM 0.9 – 0.32, SGLang 0.5.
+
+vLLM writes one event for each block that it evicts, all of a step's first: the same bytes but for the hash. Such a stretch is read as
+columns, without an object per event, and the rest of the batch as above.
 """
 
 from __future__ import annotations
 
+import array
 import enum
+import re
+import struct
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -39,7 +47,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
-    """One copy of each of these blocks is no longer held."""
+    """One copy of each of these blocks is no longer held. Neighbouring events of one tier and group are one of these."""
 
     hashes: list[BlockHash]
     tier: Tier = Tier.DEVICE
@@ -95,15 +103,24 @@ class UndecodableBatch(Exception):
 def decode(payload: bytes) -> KvBatch:
     """The batch in `payload`, its events in order; those that cannot be used are there as `Skipped`.
 
-    Raises UndecodableBatch only when the payload as a whole is not `[ts, events, …]`. O(size); measured at 0.75 µs per block of
-    16 tokens in the shape current engines send.
+    Raises UndecodableBatch only when the payload as a whole is not `[ts, events, …]`. O(size); measured at 0.3 µs per stored block of
+    16 tokens, and 0.1 µs per removed one, in the shape current engines send.
     """
+    evicted = _leading_removals(payload)
+    if evicted is None:
+        return _decode(payload)
+    first, rest = evicted
+    batch = _decode(rest)
+    return KvBatch(batch.ts, batch.rank, _joined([first, *batch.events]))
+
+
+def _decode(payload: bytes) -> KvBatch:
     for decoder in (_MAPS, _ARRAYS):
         try:
             batch = decoder.decode(payload)
         except _UNREADABLE:
             continue
-        return KvBatch(batch.ts, batch.rank, [_convert(event) for event in batch.events])
+        return KvBatch(batch.ts, batch.rank, _joined([_convert(event) for event in batch.events]))
     return _decode_piecewise(payload)
 
 
@@ -201,6 +218,95 @@ _ONE_MAP = msgspec.msgpack.Decoder(_WireMap)
 _ONE_ARRAY = msgspec.msgpack.Decoder(_WireArray)
 
 
+_BEGINNING = re.compile(
+    rb"(?P<before>[\x92-\x9f]\xcb.{8})(?P<events>[\x90-\x9f]|\xdc..|\xdd....)"
+    rb"(?P<opening>(?:[\x82-\x8f]\xa4type\xacBlockRemoved\xacblock_hashes|[\x92-\x9f]\xacBlockRemoved)\x91(?P<kind>[\xcf\xd3]|\xc4\x20))",
+    re.DOTALL,
+)
+"""A batch that begins with a removal of one block, up to the bytes of its hash: u64, i64, or a digest of 32 bytes."""
+_HASH_BYTES = {b"\xcf": 8, b"\xd3": 8, b"\xc4\x20": 32}
+_FEWEST = 4
+"""Below so many events alike, reading them one by one is as fast."""
+
+
+def _leading_removals(payload: bytes) -> tuple[Removed, bytes] | None:
+    """The removals of one block each that the batch begins with, and a batch of what follows; None when there are not many alike.
+
+    Exact whatever the bytes are: the first event is decoded as any other, and what equals it in all bytes but those of the hash, which
+    are of a fixed length, decodes as it does.
+    """
+    found = _BEGINNING.match(payload)
+    if found is None:
+        return None
+    opening, begin, at = found["opening"], found.start("opening"), len(found["opening"])
+    size = _HASH_BYTES[found["kind"]]
+    width = payload.find(opening, begin + at + size) - begin
+    events = _array_length(found["events"])
+    count = _alike(payload, opening, begin, width, events)
+    if width <= 0 or count < _FEWEST:
+        return None
+    end = begin + count * width
+    first = _decode_one(msgspec.Raw(payload[begin : begin + width]))
+    if not isinstance(first, Removed) or len(first.hashes) != 1:
+        return None
+    rows = bytearray(payload[begin:end])
+    columns = [rows[place::width] for place in range(at, at + size)]
+    nothing = bytes(count)
+    for place in range(at, at + size):
+        rows[place::width] = nothing
+    if rows != rows[:width] * count:
+        return None
+    rest = b"%b\xdd%b%b" % (found["before"], (events - count).to_bytes(4, "big"), payload[end:])
+    return Removed(_names(found["kind"], columns), first.tier, first.group), rest
+
+
+def _array_length(header: bytes) -> int:
+    """What a msgpack array's header says."""
+    return int.from_bytes(header[1:], "big") if len(header) > 1 else header[0] & 0x0F
+
+
+def _alike(payload: bytes, opening: bytes, begin: int, width: int, most: int) -> int:
+    """How many events of `width` bytes seem to begin with `opening`, one behind the other: found by halving, so it has to be checked."""
+    low, high = 1, min(most, (len(payload) - begin) // width) if width > 0 else 0
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if payload.startswith(opening, begin + (middle - 1) * width):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _names(kind: bytes, columns: list[bytearray]) -> list[BlockHash]:
+    """The hashes of which `columns` are the first, second … bytes."""
+    count = len(columns[0])
+    joined = bytearray(count * len(columns))
+    for place, column in enumerate(columns):
+        joined[place :: len(columns)] = column
+    if len(columns) != 8:
+        return [name for (name,) in struct.iter_unpack(f"{len(columns)}s", joined)]
+    words: array.array[Any] = array.array("Q" if kind == b"\xcf" else "q", bytes(joined))
+    if sys.byteorder == "little":
+        words.byteswap()
+    return words.tolist()
+
+
+def _joined(events: Iterable[KvEvent]) -> list[KvEvent]:
+    """The same events, neighbouring removals of one tier and group as one."""
+    joined: list[KvEvent] = []
+    last: Removed | None = None
+    for event in events:
+        if not isinstance(event, Removed):
+            last = None
+        elif last is not None and last.tier is event.tier and last.group == event.group:
+            last.hashes.extend(event.hashes)
+            continue
+        else:
+            last = event
+        joined.append(event)
+    return joined
+
+
 def _convert(event: _WireMap | _WireArray) -> KvEvent:
     match event:
         case _StoredMap() | _StoredArray():
@@ -279,7 +385,7 @@ def _decode_piecewise(payload: bytes) -> KvBatch:
     except _UNREADABLE:
         raise UndecodableBatch("not_a_batch") from None
     rank = batch.rank if isinstance(batch.rank, int) else None
-    return KvBatch(batch.ts, rank, [_decode_one(event) for event in batch.events])
+    return KvBatch(batch.ts, rank, _joined([_decode_one(event) for event in batch.events]))
 
 
 def _decode_one(event: msgspec.Raw) -> KvEvent:

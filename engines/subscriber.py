@@ -1,11 +1,12 @@
 """How does one rank's KV event stream reach us complete, in order, and without mixing two lives of the engine?
 
-    open SUB ──handshake──▶ same life as before? ──▶ replay what was missed ──▶ live messages ──disconnected──▶ close SUB, open again
+    subscribe ──handshake──▶ same life as before? ──▶ replay what was missed ──▶ live messages ──disconnected──▶ close, subscribe again
                                    └─ no: restarted
 
-The ideas. Live messages wait in the SUB socket's own queue while a replay is being applied, so order needs no buffer of ours. Each
-connection gets a fresh socket, so nothing a dead process left in a queue can be taken for the next one's. And since a publisher does
-not say who it is, a reconnect asks the replay for the latest message seen: only the same process still has that payload.
+The ideas. The next message in order is delivered in the callback that read it; anything else, and all that comes after it, waits in line
+for a task that may ask the replay. Each life has fresh connections, so nothing a dead process left can be taken for the next one's. And
+since a publisher does not say who it is, a reconnect asks the replay for the latest message seen: only the same process still has that
+payload.
 """
 
 from __future__ import annotations
@@ -13,30 +14,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-import zmq
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 from engines.events import KvBatch, UndecodableBatch, decode
 from engines.replay import Message, read_frames, replay
 from engines.stream import Accept, Duplicate, Gap, Restart, SequenceTracker
+from engines.subscription import BadAddress, Subscription, subscribed
 from engines.types import KvSource
 
 _LOG = logging.getLogger(__name__)
 
-_WATCHED = (
-    zmq.Event.HANDSHAKE_SUCCEEDED
-    | zmq.Event.DISCONNECTED
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_AUTH
-)
-_QUEUED_MESSAGES = 100_000
-"""What the SUB socket holds back at most; vLLM's own bound on the other side. What is dropped beyond it is a gap, and replayed."""
-_MAX_MESSAGE_BYTES = 64 << 20
+_LINE_BYTES = 8 << 20
+"""So much waits in line while a replay is read; beyond it the connection is not read, and the publisher keeps what comes."""
+_TURN_BYTES = 64 << 10
+_MESSAGE_COST = 1024
+"""After so much has been delivered, everything else on the loop gets a turn: a few milliseconds of work."""
 _SHORTEST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
 _MOST_VERDICTS = 5
@@ -92,46 +88,17 @@ class KvSubscriber:
         self._sink.restarted("joined")
         pause_s, complaint = _SHORTEST_PAUSE_S, ""
         while True:
-            connected = False
+            line = _Line(self._at_once)
             try:
-                with self._open() as (sub, monitor):
-                    connected = await self._connected(monitor)
-                    if connected:
-                        await self._check_life()
-                        await self._follow(sub, monitor)
-            except zmq.ZMQError as error:
-                # An address still in use after a reconnect, or one that is wrong: either way nothing but time can mend it from here.
-                if str(error) != complaint:
+                async with subscribed(self._source, line) as subscription:
+                    await self._follow(line, subscription)
+            except (BadAddress, OSError, TimeoutError) as error:
+                # Mostly an engine that is not up yet. Said once where it is something else: an address in use, or one that is none.
+                if str(error) != complaint and not isinstance(error, ConnectionError | TimeoutError):
                     complaint = str(error)
                     _LOG.warning("kv events: socket failed", extra={"events": self._source.events, "error": complaint})
-            pause_s = _SHORTEST_PAUSE_S if connected else min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = _SHORTEST_PAUSE_S if line.connected else min(2 * pause_s, _LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]]:
-        with self._context.socket(zmq.SUB, socket_class=zmq.asyncio.Socket) as sub:
-            sub.linger = 0
-            sub.ipv6 = True
-            sub.rcvhwm = _QUEUED_MESSAGES
-            sub.maxmsgsize = _MAX_MESSAGE_BYTES
-            sub.reconnect_ivl = round(_SHORTEST_PAUSE_S * 1000)
-            sub.reconnect_ivl_max = round(_LONGEST_PAUSE_S * 1000)
-            sub.heartbeat_ivl = 5000  # a host that vanishes sends no FIN
-            sub.heartbeat_timeout = 15000
-            sub.subscribe(self._source.topic)
-            with sub.get_monitor_socket(_WATCHED) as monitor:
-                try:
-                    if self._source.bind:
-                        sub.bind(self._source.events)
-                    else:
-                        sub.connect(self._source.events)
-                    yield sub, monitor
-                finally:
-                    sub.disable_monitor()
-
-    async def _connected(self, monitor: zmq.asyncio.Socket) -> bool:
-        event = await recv_monitor_message(monitor)
-        return event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
 
     async def _check_life(self) -> None:
         """Called on every connection: afterwards this life's known batches have been delivered, of whichever life it now is."""
@@ -154,37 +121,52 @@ class KvSubscriber:
                 return False
         return False
 
-    async def _follow(self, sub: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
+    async def _follow(self, line: _Line, subscription: Subscription) -> None:
         """Returns when the connection ends."""
-        poller = zmq.asyncio.Poller()
-        poller.register(monitor, zmq.POLLIN)
-        poller.register(sub, zmq.POLLIN)
-        quiet_ms: int | None = round(self._quiet_s * 1000)
+        asked = False
+        """Whether the replay has been asked since the last live message."""
         while True:
-            ready = dict(await poller.poll(quiet_ms))
-            if monitor in ready:  # before any message: it may be the new process's
-                if not await self._connected(monitor):
-                    return
-                await self._check_life()  # a second publisher: an engine that came back before its old connection was found dead
-            elif sub in ready:
-                await self._drain(zmq.Socket.shadow(sub), monitor)
-                quiet_ms = round(self._quiet_s * 1000)
-            else:
-                quiet_ms = None
+            heard = line.heard
+            happened = await line.something(self._quiet_s)
+            asked = asked and heard == line.heard
+            if line.over:
+                line.check()
+                return
+            if line.newcomer:  # before any message: a second one is an engine that came back before its old connection was found dead
+                line.newcomer = False
+                await self._check_life()
+            elif not happened and not asked:
+                asked = True
                 await self._catch_up()
+            await self._work_off(line, subscription)
 
-    async def _drain(self, queue: zmq.Socket[bytes], monitor: zmq.asyncio.Socket) -> None:
-        """Take all that is queued, until something happens to the connection: what comes after that may be another process's.
-
-        Past asyncio, since a poll and two futures per message cost ten times what reading one does.
-        """
-        while not int(monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            try:
-                frames = queue.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+    async def _work_off(self, line: _Line, subscription: Subscription) -> None:
+        """Take what waits in line, until something happens to the connection: what comes after that may be another process's."""
+        turn_bytes = 0
+        while not line.over and not line.newcomer:
+            frames = line.next()
+            if frames is None:
+                subscription.resume()
                 return
             await self._take(frames)
-            await asyncio.sleep(0)  # a full queue is read without ever suspending otherwise
+            turn_bytes += _cost(frames)
+            if turn_bytes > _TURN_BYTES:
+                turn_bytes = 0
+                await asyncio.sleep(0)  # a long line is worked off without ever suspending otherwise
+
+    def _at_once(self, frames: list[bytes]) -> bool:
+        """Deliver a live message where that needs no waiting; whether it did."""
+        message = read_frames(frames)
+        if message is None:
+            return False
+        match self._tracker.feed(message.seq, message.fingerprint):
+            case Accept():
+                self._deliver(message)
+                return True
+            case Duplicate():
+                return True
+            case _:
+                return False
 
     async def _take(self, frames: list[bytes]) -> None:
         message = read_frames(frames)
@@ -251,3 +233,91 @@ class KvSubscriber:
 
     def _ask(self, endpoint: str, first: int) -> AsyncGenerator[Message, None]:
         return replay(self._context, endpoint, first, silence_s=self._replay_silence_s)
+
+
+class _Line:
+    """Messages that cannot be delivered at once, and what has happened to the connections (a subscription's `Reader`)."""
+
+    def __init__(self, at_once: Callable[[list[bytes]], bool]) -> None:
+        self.connected = False
+        """Whether there has been a publisher."""
+        self.newcomer = False
+        """Whether there is one whose life has to be looked into."""
+        self.over = False
+        self.heard = 0
+        """How often messages came."""
+        self._at_once = at_once
+        self._failure: Exception | None = None
+        self._waiting: deque[list[bytes]] = deque()
+        self._bytes = 0
+        self._busy = True
+        """Whether the task has yet to see to what came before."""
+        self._woken = asyncio.Event()
+        self._time = asyncio.get_running_loop().time
+        self._heard_at = 0.0
+
+    def joined(self) -> None:
+        self.connected = self.newcomer = self._busy = True
+        self._woken.set()
+
+    def ended(self) -> None:
+        self.over = True
+        self._woken.set()
+
+    def messages(self, messages: list[list[bytes]]) -> bool:
+        self.heard += 1
+        self._heard_at = self._time()
+        delivered = 0 if self._busy else self._deliver(messages)
+        if delivered < len(messages):
+            rest = messages[delivered:]
+            self._waiting += rest
+            self._bytes += sum(map(_cost, rest))
+            self._busy = True
+            self._woken.set()
+        return self._bytes < _LINE_BYTES
+
+    def next(self) -> list[bytes] | None:
+        """The message that has waited longest. With none left, what comes is delivered at once again."""
+        if not self._waiting:
+            self._busy = False
+            return None
+        frames = self._waiting.popleft()
+        self._bytes -= _cost(frames)
+        return frames
+
+    async def something(self, quiet_s: float) -> bool:
+        """Returns when there is something to do, or, with False, when no message has come for `quiet_s`."""
+        began = self._time()
+        while not self._woken.is_set():
+            quiet_at = max(began, self._heard_at) + quiet_s
+            try:
+                async with asyncio.timeout_at(quiet_at):
+                    await self._woken.wait()
+            except TimeoutError:
+                if self._time() >= max(began, self._heard_at) + quiet_s:
+                    return False
+        self._woken.clear()
+        return True
+
+    def check(self) -> None:
+        """Raise what delivering has raised."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _deliver(self, messages: list[list[bytes]]) -> int:
+        """As many as there is time for; how many."""
+        turn_bytes = 0
+        for number, frames in enumerate(messages):
+            try:
+                if turn_bytes > _TURN_BYTES or not self._at_once(frames):
+                    return number
+            except Exception as error:  # noqa: BLE001  it is raised again in the task, which its owner watches
+                self._failure = error
+                self.ended()
+                return number
+            turn_bytes += _cost(frames)
+        return len(messages)
+
+
+def _cost(frames: list[bytes]) -> int:
+    return _MESSAGE_COST + len(frames[-1])

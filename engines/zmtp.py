@@ -10,12 +10,10 @@ engine's; a SUB socket is a reader's (perhaps our own), waiting for the engine t
 from __future__ import annotations
 
 import asyncio
-import re
 
+from engines import frames
 from engines.urls import split_tcp
 
-_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-_SOCKET_TYPE = re.compile(rb"\x0bSocket-Type\0\0\0([\x01-\x10])")
 _READY = 4
 """Flags of a short command frame."""
 
@@ -29,16 +27,11 @@ async def socket_type(endpoint: str, *, timeout_s: float) -> str | None:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(*address)
             try:
-                writer.write(_GREETING)
-                await reader.readexactly(len(_GREETING))
+                writer.write(frames.GREETING)
+                await reader.readexactly(len(frames.GREETING))
                 flags, size = await reader.readexactly(2)
-                return _read_type(await reader.readexactly(size)) if flags == _READY else None
+                return frames.socket_type(await reader.readexactly(size)) if flags == _READY else None
             finally:
                 writer.close()
     except (OSError, TimeoutError, asyncio.IncompleteReadError):
         return None
-
-
-def _read_type(ready: bytes) -> str | None:
-    found = _SOCKET_TYPE.search(ready)
-    return ready[found.end() : found.end() + found[1][0]].decode("ascii", "replace") if found is not None else None

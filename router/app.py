@@ -21,7 +21,7 @@ import msgspec
 import zmq.asyncio
 
 from discovery.broker import Broker
-from discovery.bus import Bus
+from discovery.bus import Bus, BusOptions
 from discovery.logs import event
 from discovery.mirror import Mirror
 from discovery.monitor import Monitor
@@ -111,7 +111,7 @@ async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
         broker = None if settings.nats else Broker()
         if broker is not None:
             stack.push_async_callback(broker.stop)
-        bus = Bus()
+        bus = Bus(BusOptions(echo=False))
         await bus.connect(settings.nats or await _started(broker), name="commutator")
         stack.push_async_callback(bus.close)
         session = await stack.enter_async_context(_control_session())
@@ -120,7 +120,7 @@ async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
         fleet, metrics = Fleet(settings.admission.max_active_requests), Metrics()
         caches, load = Caches(predicted_ttl_s=settings.predicted_ttl_s), LoadBook()
         mirror = Mirror(bus, settings.namespace, caches, blind_after_s=settings.blind_after_s)
-        relay = KvRelay(bus, settings.namespace, context)
+        relay = KvRelay(bus, settings.namespace, context, local=mirror, alone=broker is not None)
         prompts = PromptBook(tokenizer=settings.tokenizer)
         whereabouts = Whereabouts(session, pass_clients_keys=guards.door is None)
         intake = Intake(fleet, prompts, whereabouts, session_header=settings.session_header.lower().encode(), tokenize=scheduler.uses_cache)

@@ -119,7 +119,7 @@ class Caches:
     def restart(self, endpoint: Endpoint) -> None:
         """The engine itself has started afresh: it holds nothing, and nothing that was sent there before counts.
 
-        Runtime complexity: O(blocks predicted there), and `sweep` afterwards.
+        Runtime complexity: O(blocks predicted there), to free them, and `sweep` afterwards.
         """
         self.clear(endpoint)
         places = self._places.get(endpoint)
@@ -188,7 +188,7 @@ class Caches:
 
         Runtime complexity: O(limit): see `PrefixIndex.sweep`.
         """
-        visited = self._predicted.sweep(limit)
+        visited = 0
         for tier in self._tiers:
             visited += tier.sweep(limit - visited)
         return visited

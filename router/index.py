@@ -192,7 +192,7 @@ class PrefixIndex:
                     self.refused += 1
             elif isinstance(entry, _Run):
                 offset = entry.offset(keys[start])
-                length = _common(entry.keys, offset, keys, start)
+                length = common_length(entry.keys, offset, keys, start)
                 stop = start + length
                 if not entry.mask & bit:
                     added += length
@@ -209,8 +209,8 @@ class PrefixIndex:
     def remove(self, slot: int, keys: Sequence[int]) -> int:
         """`slot` no longer holds `keys`; how many of them it did hold. Unknown keys are ignored.
 
-        Raises KeyError when `slot` is not in use. Runtime complexity: O(len(keys)), fastest in chain order, whole runs at once, or
-        one by one from the tail; a key out of the middle of a run splits it, O(`_RUN_MAX`).
+        Raises KeyError when `slot` is not in use. Runtime complexity: O(len(keys)), fastest in chain order or, as engines evict, from the
+        tail: whole stretches at once; a key out of the middle of a run splits it, O(`_RUN_MAX`).
 
         >>> index = PrefixIndex()
         >>> slot = index.add_slot()
@@ -232,17 +232,18 @@ class PrefixIndex:
             length = 1
             if mask & bit:
                 rest = mask ^ bit
-                if isinstance(entry, _Run) and entry.keys[-1] != key:
-                    offset = entry.offset(key)
-                    length = _common(entry.keys, offset, keys, start)
-                    self._cut(entry, offset, length, rest)
-                else:
-                    if isinstance(entry, _Run):
-                        entry.keys.pop()
+                if not isinstance(entry, _Run):
                     if rest:
                         table[key] = rest
                     else:
                         del table[key]
+                elif entry.keys[-1] != key:
+                    offset = entry.offset(key)
+                    length = common_length(entry.keys, offset, keys, start)
+                    self._cut(entry, offset, length, rest)
+                else:
+                    length = common_length(entry.keys[: start - end - 1 : -1], 0, keys, start)
+                    self._cut(entry, len(entry.keys) - length, length, rest)
                 removed += length
             start += length
         self._sizes[slot] = held - removed
@@ -280,7 +281,7 @@ class PrefixIndex:
                 if not held:
                     return depths
             if isinstance(entry, _Run):
-                depth += _common(entry.keys, entry.offset(keys[depth]), keys, depth)
+                depth += common_length(entry.keys, entry.offset(keys[depth]), keys, depth)
             else:
                 depth += 1
         if depth:
@@ -306,7 +307,7 @@ class PrefixIndex:
             if isinstance(entry, _Run):
                 if not entry.mask & bit:
                     break
-                depth += _common(entry.keys, entry.offset(keys[depth]), keys, depth)
+                depth += common_length(entry.keys, entry.offset(keys[depth]), keys, depth)
             elif entry is None or not entry & bit:
                 break
             else:
@@ -380,8 +381,7 @@ class PrefixIndex:
         if mask:
             self._place(part, mask)
         else:
-            for key in part:
-                del self._table[key]
+            deque(map(self._table.__delitem__, part), maxlen=0)
 
     def _clean(self, keys: list[int]) -> None:
         """Take the bits of dropped slots out of the entries of `keys`."""
@@ -434,7 +434,7 @@ def _as_list(keys: Sequence[int]) -> list[int]:
     return keys if isinstance(keys, list) else list(keys)
 
 
-def _common(run: list[int], offset: int, keys: list[int], start: int) -> int:
+def common_length(run: list[int], offset: int, keys: list[int], start: int) -> int:
     """How many keys from `run[offset]` and from `keys[start]` on are the same; at least 1, which the caller knows."""
     length = min(len(run) - offset, len(keys) - start)
     if run[offset : offset + length] == keys[start : start + length]:

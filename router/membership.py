@@ -80,8 +80,8 @@ class Membership:
         self.lines[info.id] = Line(info, self._timeouts, pass_clients_key=self._pass_clients_keys)
         for endpoint in info.endpoints:
             self._caches.add(endpoint, info.total_blocks)
+        self._relay.follow(info)  # first: what this process follows itself, its mirror need not ask for
         self._mirror.expect(info)
-        self._relay.follow(info)
         self._joining[info.id] = self._group.create_task(self._admit(info), name=f"admit {info.id}")
 
     def changed(self, info: EngineInfo) -> None:

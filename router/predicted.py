@@ -2,6 +2,14 @@
 
 Every prompt that was computed at an endpoint is remembered as if the engine kept it: for `ttl_s` after it was last used, and at
 most as many blocks as the engine has, the longest unused going first and the tail of a prompt before its head, as engines do.
+
+    sent a b c d, then a b x       table   a ─▶ [a b]     order of use, the longest unused first:  [c d]  [x]  [a b]
+                                           c ─▶ [c d]
+                                           x ─▶ [x]
+
+A key names a whole prefix, so prompts that part are a tree, and where one goes on is found by its next key. What was always used together
+is one stretch, which makes a fresh prompt one entry however long it is. A prompt's use renews what leads to it as well, so the longest
+unused stretch never has another behind it: what is held is whole prefixes at all times.
 """
 
 # ruff: noqa: S101 - `_check` asserts the invariants, for tests to call after every step
@@ -10,19 +18,92 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from router.index import PrefixIndex
+from router.index import ALL, common_length
 
 TTL_S = 120.0
 ASSUMED_BLOCKS = 8192
 """For an engine that does not say how many blocks it has."""
 
 
-class _Memory(NamedTuple):
-    capacity: int
-    expiries: OrderedDict[int, float]
-    """Key → when it is given up; the longest unused first."""
+class _Stretch:
+    """Keys that follow each other, with no branch between them, and when they are given up."""
+
+    __slots__ = ("expiry", "keys")
+
+    def __init__(self, keys: list[int], expiry: float) -> None:
+        self.keys = keys
+        self.expiry = expiry
+
+
+class _Memory:
+    """What is remembered of one endpoint."""
+
+    __slots__ = ("blocks", "capacity", "order", "table")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.blocks = 0
+        self.table: dict[int, _Stretch] = {}
+        """By first key."""
+        self.order: OrderedDict[_Stretch, None] = OrderedDict()
+        """The longest unused first."""
+
+    def sent(self, keys: list[int], expiry: float) -> None:
+        """These were used, and are from now on until `expiry`."""
+        table, order = self.table, self.order
+        used: list[_Stretch] = []
+        depth, end = 0, len(keys)
+        while depth < end:
+            stretch = table.get(keys[depth])
+            if stretch is None:
+                stretch = table[keys[depth]] = _Stretch(keys[depth:], expiry)
+                self.blocks += end - depth
+            length = common_length(stretch.keys, 0, keys, depth)
+            if length < len(stretch.keys):
+                stretch = self._part(stretch, length)
+            used.append(stretch)
+            depth += length
+        for stretch in reversed(used):
+            stretch.expiry = expiry
+            order[stretch] = None
+            order.move_to_end(stretch)
+        while self.blocks > self.capacity:
+            self.give_up(self.blocks - self.capacity)
+
+    def give_up(self, most: int) -> int:
+        """Take away the end of the longest unused stretch, or all of it; how many blocks."""
+        stretch = next(iter(self.order))
+        keys = stretch.keys
+        gone = min(most, len(keys))
+        if gone == len(keys):
+            del self.table[keys[0]], self.order[stretch]
+        else:
+            del keys[-gone:]
+        self.blocks -= gone
+        return gone
+
+    def held(self, keys: list[int]) -> int:
+        """How many leading keys are remembered."""
+        table = self.table
+        depth, end = 0, len(keys)
+        while depth < end:
+            stretch = table.get(keys[depth])
+            if stretch is None:
+                break
+            length = common_length(stretch.keys, 0, keys, depth)
+            depth += length
+            if length < len(stretch.keys):
+                break
+        return depth
+
+    def _part(self, stretch: _Stretch, length: int) -> _Stretch:
+        """The first `length` keys as a stretch of their own, whose place in the order is the caller's to give."""
+        head = _Stretch(stretch.keys[:length], stretch.expiry)
+        del stretch.keys[:length]
+        self.table[head.keys[0]] = head
+        self.table[stretch.keys[0]] = stretch
+        return head
 
 
 class PredictedBlocks:
@@ -39,26 +120,26 @@ class PredictedBlocks:
 
     def __init__(self, ttl_s: float = TTL_S) -> None:
         self.ttl_s = ttl_s
-        self._index = PrefixIndex()
         self._memories: dict[int, _Memory] = {}
 
     def __len__(self) -> int:
-        """Distinct blocks remembered. Runtime complexity: O(1)."""
-        return len(self._index)
+        """Blocks remembered, over all slots. Runtime complexity: O(slots)."""
+        return sum(memory.blocks for memory in self._memories.values())
 
     def add_slot(self, total_blocks: int | None = None) -> int:
-        """A slot that holds nothing, and never more than `total_blocks`. Runtime complexity: O(1)."""
-        slot = self._index.add_slot()
-        self._memories[slot] = _Memory(ASSUMED_BLOCKS if total_blocks is None else total_blocks, OrderedDict())
+        """A slot that holds nothing, and never more than `total_blocks`. Runtime complexity: O(slots)."""
+        slot = next(number for number in range(len(self._memories) + 1) if number not in self._memories)
+        self._memories[slot] = _Memory(ASSUMED_BLOCKS if total_blocks is None else total_blocks)
         return slot
 
     def drop_slot(self, slot: int) -> None:
-        """Nothing is known of `slot` any more: see `PrefixIndex.drop_slot`. Runtime complexity: O(blocks it held)."""
-        self._index.drop_slot(slot)
+        """Nothing is known of `slot` any more. Runtime complexity: O(blocks it held), to free them."""
         del self._memories[slot]
 
     def sent(self, slot: int, keys: Sequence[int], now: float) -> None:
-        """A prompt with the full blocks `keys`, from the root, was computed at `slot`. Runtime complexity: O(len(keys)).
+        """A prompt with the full blocks `keys`, a chain from the root, was computed at `slot`.
+
+        Runtime complexity: O(stretches crossed or given up), plus one comparison per key.
 
         >>> predicted = PredictedBlocks()
         >>> slot = predicted.add_slot(total_blocks=2)
@@ -67,26 +148,12 @@ class PredictedBlocks:
         >>> predicted.match([1]), predicted.match([2, 3, 4])
         ({}, {0: 2})
         """
-        capacity, expiries = self._memories[slot]
-        kept = list(keys[:capacity])
-        expiry = now + self.ttl_s
-        known = len(expiries)
-        touch = expiries.move_to_end
-        for key in reversed(kept):
-            expiries[key] = expiry
-            touch(key)
-        if len(expiries) == known:
-            return
-        over = len(expiries) - capacity
-        if over > 0:
-            self._drop(slot, [expiries.popitem(last=False)[0] for _ in range(over)])
-        self._index.store(slot, kept)
+        memory = self._memories[slot]
+        memory.sent(list(keys[: memory.capacity]), now + self.ttl_s)
 
     def clear(self, slot: int) -> None:
-        """The cache of `slot` is known to be empty. Runtime complexity: O(blocks it held)."""
-        expiries = self._memories[slot].expiries
-        self._index.remove(slot, list(expiries))
-        expiries.clear()
+        """The cache of `slot` is known to be empty. Runtime complexity: O(blocks it held), to free them."""
+        self._memories[slot] = _Memory(self._memories[slot].capacity)
 
     def expire(self, now: float, limit: int | None = None) -> int:
         """Give up what was last used `ttl_s` or longer ago, `limit` blocks at most; how many were given up.
@@ -94,45 +161,40 @@ class PredictedBlocks:
         Until it is called, nothing expires. Runtime complexity: O(slots + blocks given up).
         """
         given_up = 0
-        for slot, (_, expiries) in self._memories.items():
-            gone = []
-            while expiries and (limit is None or given_up < limit) and next(iter(expiries.values())) <= now:
-                gone.append(expiries.popitem(last=False)[0])
-                given_up += 1
-            if gone:
-                self._drop(slot, gone)
+        for memory in self._memories.values():
+            while memory.order and (limit is None or given_up < limit) and next(iter(memory.order)).expiry <= now:
+                given_up += memory.give_up(memory.blocks if limit is None else limit - given_up)
         return given_up
 
-    def match(self, keys: Sequence[int], within: int = -1) -> dict[int, int]:
-        """Slot → how many leading `keys` should be cached there: see `PrefixIndex.match`."""
-        return self._index.match(keys, within)
+    def match(self, keys: Sequence[int], within: int = ALL) -> dict[int, int]:
+        """Slot → how many leading `keys` should be cached there, for the slots of the mask `within` where it is at least one.
+
+        Runtime complexity: O(slots · stretches crossed), plus one comparison per key and slot.
+        """
+        keys = keys if isinstance(keys, list) else list(keys)
+        found = {slot: memory.held(keys) for slot, memory in self._memories.items() if within >> slot & 1}
+        return {slot: depth for slot, depth in found.items() if depth}
 
     def extent(self, slot: int, keys: Sequence[int], start: int) -> int:
-        """How many keys from `keys[start]` on should be cached at `slot`: see `PrefixIndex.extent`."""
-        return self._index.extent(slot, keys, start)
+        """How many keys from `keys[start]` on should be cached at `slot`, `keys` being a chain from the root. As `match`."""
+        return max(0, self._memories[slot].held(list(keys)) - start)
 
     def size(self, slot: int) -> int:
         """How many blocks are remembered for `slot`. Runtime complexity: O(1)."""
-        return self._index.size(slot)
-
-    def sweep(self, limit: int) -> int:
-        """Give back the memory of dropped slots, `limit` entries at most: see `PrefixIndex.sweep`."""
-        return self._index.sweep(limit)
+        return self._memories[slot].blocks
 
     def memory_bytes(self) -> int:
-        """About how much memory this takes: the index, and 150 bytes a block for its place in the order of use."""
-        return self._index.memory_bytes() + 150 * sum(len(memory.expiries) for memory in self._memories.values())
-
-    def _drop(self, slot: int, keys: list[int]) -> None:
-        """Take keys that are in order of use, tails before heads, out of the index: fastest in the order of their chains."""
-        keys.reverse()
-        self._index.remove(slot, keys)
+        """About how much memory this takes: 40 bytes a block for its key, 350 for a stretch and its places."""
+        stretches = sum(len(memory.table) for memory in self._memories.values())
+        return 40 * len(self) + 350 * stretches
 
     def _check(self) -> None:
         """Raise AssertionError unless all invariants hold. Runtime complexity: O(everything)."""
-        self._index._check()  # noqa: SLF001 - invariants of a part are invariants of the whole
-        for slot, (capacity, expiries) in self._memories.items():
-            assert len(expiries) <= capacity
-            assert self._index.size(slot) == len(expiries)
-            assert all(self._index.extent(slot, [key], 0) for key in expiries)
-            assert list(expiries.values()) == sorted(expiries.values())
+        for memory in self._memories.values():
+            assert memory.blocks == sum(len(stretch.keys) for stretch in memory.order) <= memory.capacity
+            assert set(memory.table.values()) == set(memory.order)
+            assert all(stretch.keys and memory.table[stretch.keys[0]] is stretch for stretch in memory.order)
+            keys = [key for stretch in memory.order for key in stretch.keys]
+            assert len(set(keys)) == len(keys)
+            expiries = [stretch.expiry for stretch in memory.order]
+            assert expiries == sorted(expiries)

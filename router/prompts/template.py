@@ -41,6 +41,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
             raise NotRenderable(f"the chat template does not compile: {error}") from error
+        # A ChainMap, which each rendering copies twice; nobody adds to it any more. Takes half off the cost of a short template.
+        self._template.globals = dict(self._template.globals)
         self.source = source
         self._max_chars = max_chars
 

@@ -12,7 +12,7 @@ import msgspec
 import zmq.asyncio
 
 from discovery.broker import Broker
-from discovery.bus import Bus
+from discovery.bus import Bus, BusOptions
 from discovery.mirror import Mirror
 from discovery.relay import Relay
 from engines.blocks import block_keys, pack_tokens, root_seed
@@ -182,8 +182,22 @@ class Fleet:
         self.context = context
         self.relay = self.new_relay(bus)
 
-    def new_relay(self, bus: Bus) -> Relay:
-        return Relay(bus, NAMESPACE, self.context, beacon_period_s=BEACON_S)
+    def new_relay(self, bus: Bus, local: Mirror | None = None, *, alone: bool = False) -> Relay:
+        return Relay(bus, NAMESPACE, self.context, local=local, alone=alone, beacon_period_s=BEACON_S)
+
+    @contextlib.asynccontextmanager
+    async def router(self, *, alone: bool = False) -> AsyncIterator[tuple[Relay, Mirror, Index]]:
+        """One more router's part that reads engines itself: relay and mirror on one connection, the one telling the other directly."""
+        index = Index()
+        bus = Bus(BusOptions(echo=False))
+        await bus.connect(self.url, name="router")
+        mirror = Mirror(bus, NAMESPACE, index, blind_after_s=BLIND_S, beacon_period_s=BEACON_S)
+        relay = self.new_relay(bus, mirror, alone=alone)
+        try:
+            async with running(mirror.run(), relay.run()):
+                yield relay, mirror, index
+        finally:
+            await bus.close()
 
     @contextlib.asynccontextmanager
     async def mirror(self, *infos: EngineInfo) -> AsyncIterator[tuple[Mirror, Index]]:

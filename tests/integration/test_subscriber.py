@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +14,9 @@ import zmq
 import zmq.asyncio
 
 from discovery.translate import Translator
+from engines import subscriber, subscription
 from engines.events import KvBatch, decode
+from engines.frames import GREETING, FrameReader
 from engines.subscriber import KvSubscriber
 from engines.types import KvSource
 from tests.frames import recorded, recorded_replay
@@ -251,7 +254,7 @@ async def test_R5_R10_a_lost_message_is_replayed_and_the_end_is_as_if_nothing_wa
             await publisher.publish(payload, send=ts != 5)
         await eventually(sink, "joined", *range(10))
         assert publisher.asked == [0, 5]
-        assert sink.translator.snapshot() == truth.snapshot()
+        assert sink.translator.held() == truth.held()
         assert sink.translator.blocks == 10
 
 
@@ -269,7 +272,7 @@ async def test_R10_a_real_answer_rebuilds_what_the_engine_held(context: zmq.asyn
     truth = Translator()
     for frames in recorded_replay()[:-1]:
         truth.apply(decode(frames[-1]).events)
-    assert sink.translator.snapshot() == truth.snapshot()
+    assert sink.translator.held() == truth.held()
 
 
 async def test_R6_a_removal_behind_a_gap_waits_for_the_store_in_it(publisher: Publisher) -> None:
@@ -552,6 +555,117 @@ async def test_a_port_that_speaks_something_else_is_not_an_event_and_not_a_busy_
             await until(lambda: connections >= 4, deadline_s=20)
         assert loop.time() - began > 0.3
         assert sink.told == ["joined"]
+
+
+async def test_an_idle_publisher_is_still_there_as_long_as_it_answers(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscription, "HEARTBEAT_S", 0.01)
+    beats = 0
+    feed = FrameReader.feed
+
+    def counted(reader: FrameReader, data: bytes) -> object:
+        nonlocal beats
+        beats += data.count(b"PONG")
+        return feed(reader, data)
+
+    monkeypatch.setattr(FrameReader, "feed", counted)
+    async with following(publisher) as sink:
+        await joined(publisher)
+        await until(lambda: beats > 2 * subscription.MISSED_HEARTBEATS)
+        await publisher.publish(batch(0))
+        await eventually(sink, "joined", 0)
+        assert publisher.asked == [0]
+
+
+async def test_a_publisher_that_no_longer_answers_is_left_and_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscription, "HEARTBEAT_S", 0.01)
+    connections = 0
+
+    async def says_no_more(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        writer.write(GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB")
+        while await reader.read(1000):
+            pass
+        writer.close()
+
+    async with await asyncio.start_server(says_no_more, "127.0.0.1", 0) as server:
+        sink = Sink()
+        async with running(KvSource(0, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"), sink):
+            await until(lambda: connections >= 2)
+
+
+@pytest.mark.parametrize("bind", [False, True])
+async def test_a_unix_socket_serves_as_well(context: zmq.asyncio.Context, tmp_path: Path, bind: bool) -> None:
+    path = f"ipc://{tmp_path}/events"
+    with context.socket(zmq.XPUB) as pub:
+        if not bind:
+            pub.bind(path)
+        sink = Sink()
+        async with running(KvSource(0, path, bind=bind), sink):
+            if bind:
+                pub.connect(path)
+            assert await pub.recv() == b"\x01"
+            await pub.send_multipart([b"", bytes(8), batch(0)])
+            await eventually(sink, "joined", 0)
+
+
+async def test_a_stranger_on_the_port_we_listen_on_changes_nothing(context: zmq.asyncio.Context) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    publisher = Publisher(context, connect_to=f"tcp://127.0.0.1:{port}")
+    await publisher.start()
+    try:
+        async with following(publisher) as sink:
+            await joined(publisher)
+            for said in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(said)
+                writer.write_eof()
+                assert (await reader.read()).startswith(GREETING[:10])
+                writer.close()
+            await publisher.publish(batch(0))
+            await eventually(sink, "joined", 0)
+            assert publisher.asked == [0]
+    finally:
+        await publisher.stop()
+
+
+async def test_what_a_sink_raises_reaches_whoever_runs_the_subscriber(publisher: Publisher) -> None:
+    class Broken(Sink):
+        def batch(self, batch: KvBatch) -> None:
+            raise LookupError(batch.ts)
+
+    with zmq.asyncio.Context() as context:
+        task = asyncio.get_running_loop().create_task(KvSubscriber(context, KvSource(0, publisher.events), Broken()).run())
+        await until(lambda: publisher.subscribed > 0)
+        for _ in range(2):  # the first may come before the connection has been seen to, and so in the task
+            await publisher.publish(batch(0))
+        await until(task.done)
+        assert isinstance(task.exception(), LookupError)
+
+
+async def test_a_long_line_is_delivered_whole_and_in_order(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscriber, "_LINE_BYTES", 10_000)
+    paused = 0
+    pause = subscription.Subscription.pause
+
+    def counted(self: subscription.Subscription) -> None:
+        nonlocal paused
+        paused += 1
+        pause(self)
+
+    monkeypatch.setattr(subscription.Subscription, "pause", counted)
+    async with following(publisher) as sink:
+        await joined(publisher)
+        publisher.may_answer.clear()
+        await publisher.publish(batch(0), send=False)
+        for ts in range(1, 2000):
+            await publisher.publish(batch(ts))
+        await until(lambda: paused > 0, what="so much waits that no more is read")
+        publisher.may_answer.set()
+        await eventually(sink, "joined", *range(2000))
+        assert publisher.asked == [0, 0]
 
 
 async def test_an_address_that_is_none_is_said_in_the_log_and_is_not_fatal(caplog: pytest.LogCaptureFixture) -> None:

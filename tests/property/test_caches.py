@@ -111,7 +111,7 @@ class Machine(RuleBasedStateMachine):
     def sweep(self, limit: int) -> None:
         if self.caches.sweep(limit) < limit:
             in_tiers = sum(len(set().union(*(held[tier] for held in self.held.values()))) for tier in Tier)
-            assert len(self.caches) == in_tiers + len(set().union(*self.predicted.values()))
+            assert len(self.caches) == in_tiers + sum(map(len, self.predicted.values()))
 
     @precondition(lambda self: self.held)
     @rule(keys=prompts, in_flight=st.dictionaries(endpoints, st.integers(1, 30)), believed=st.sets(endpoints))

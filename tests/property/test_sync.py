@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from discovery.digests import digest_of
 from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, Store
 from discovery.sync import Action, Apply, ClearAll, RequestSnapshot, StreamSync
-from discovery.translate import digest_of
 from engines.blocks import pack_keys, unpack_keys
 from engines.types import Tier
 

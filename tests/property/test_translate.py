@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -12,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from discovery.messages import Clear, Op, Remove, Store
-from discovery.translate import Translator, digest_of
+from discovery.translate import Change, Translator
 from engines.blocks import pack_tokens, unpack_keys
 from engines.events import BlockHash, Cleared, KvEvent, Removed, Skipped, SkipReason, Stored
 from engines.types import Tier
@@ -144,7 +142,8 @@ class Translating(RuleBasedStateMachine):
         self._tell(self.translator.apply(self.pending))
         self.pending = []
 
-    def _tell(self, ops: list[Op]) -> None:
+    def _tell(self, changes: list[Change]) -> None:
+        ops: list[Op] = [change.op() for change in changes]
         for before, after in itertools.pairwise(ops):
             assert isinstance(before, Clear) or isinstance(after, Clear) or (type(before), before.tier) != (type(after), after.tier)
         for op in ops:
@@ -169,8 +168,7 @@ class Translating(RuleBasedStateMachine):
         pairs = {(tier, key) for tier, keys in self.told.items() for key in keys}
         assert Counter(tier for tier, _ in held) == Counter(tier for tier, _ in pairs)
         assert self.translator.blocks == len(held)
-        assert self.translator.digest == functools.reduce(operator.xor, (digest_of(key, tier) for tier, key in pairs), 0)
-        snapshot = [(op.tier, key) for op in self.translator.snapshot() if isinstance(op, Store) for key in unpack_keys(op.keys)]
+        snapshot = [(change.tier, key) for change in self.translator.held() for key in change.keys]
         assert len(snapshot) == len(pairs)
         assert set(snapshot) == pairs
         assert pairs == {(tier, key_of(prefix)) for tier, prefix in held}
@@ -185,9 +183,9 @@ def key_of(prefix: Prefix) -> int:
     blocks, extras = rest[0::2], rest[1::2]
     tokens = [token for block in blocks for token in block]  # type: ignore[attr-defined]
     assert pack_tokens(tokens)
-    (op,) = Translator().apply([Stored(list(range(len(blocks))), None, tokens, SIZE, Tier.DEVICE, lora, salt, 0, extras)])  # type: ignore[arg-type]
-    assert isinstance(op, Store)
-    return unpack_keys(op.keys)[-1]
+    (change,) = Translator().apply([Stored(list(range(len(blocks))), None, tokens, SIZE, Tier.DEVICE, lora, salt, 0, extras)])  # type: ignore[arg-type]
+    assert change.kind is Store
+    return change.keys[-1]
 
 
 Translating.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

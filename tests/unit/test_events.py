@@ -98,7 +98,7 @@ def test_R31_real_frames_decode_to_what_the_recorder_read(name: str) -> None:
         ts, events, _rank = message.decoded
         batch = decode(message.payload)
         assert batch.ts == pytest.approx(ts)
-        for event, wire in zip(batch.events, events, strict=True):
+        for event, wire in zip(batch.events, _joined(events), strict=True):
             match event:
                 case Stored():
                     assert event.hashes == wire["block_hashes"]
@@ -117,6 +117,32 @@ def test_R31_real_frames_decode_to_what_the_recorder_read(name: str) -> None:
                 case Skipped():
                     assert event == Skipped("BlockStored", SkipReason.NOT_FULL_ATTENTION, wire["group_idx"])
                     assert wire["kv_cache_spec_kind"] == "sliding_window"
+
+
+def _joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbouring removals from one place as one."""
+    joined: list[dict[str, Any]] = []
+    for wire in events:
+        rest = {name: value for name, value in wire.items() if name != "block_hashes"}
+        if joined and wire["type"] == "BlockRemoved" and joined[-1] == rest | {"block_hashes": joined[-1].get("block_hashes")}:
+            joined[-1] = rest | {"block_hashes": [*joined[-1]["block_hashes"], *wire["block_hashes"]]}
+        else:
+            joined.append(wire)
+    return joined
+
+
+def test_neighbouring_removals_are_one_event_unless_they_are_of_different_places() -> None:
+    def removed(*hashes: object, **changes: object) -> dict[str, object]:
+        return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"} | changes
+
+    events = [removed(1), removed(2, 3), removed(4, medium="CPU"), removed(5, group_idx=1), removed(6, group_idx=1), stored(), removed(7)]
+    assert decode(encode(*events)).events == [
+        Removed([1, 2, 3]),
+        Removed([4], Tier.HOST),
+        Removed([5, 6], group=1),
+        PLAIN,
+        Removed([7]),
+    ]
 
 
 def test_real_salts_are_found_in_vllms_extra_keys_and_in_sglangs_own_field() -> None:

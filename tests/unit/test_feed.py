@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable
+import operator
+import random
+from collections.abc import Iterable, Sequence
 
 import pytest
 
-from discovery.feed import PIECE_BYTES, Feed, pieces
+from discovery.digests import digest_of
+from discovery.feed import MOST_WAITING_BLOCKS, PIECE_BYTES, Feed, pieces
 from discovery.messages import Batch, Beacon, Clear, Op, Remove, Store, StreamMessage
 from discovery.signal import LIVE, SignalState
+from discovery.translate import Change
 from engines.blocks import block_keys, pack_keys, pack_tokens, root_seed
 from engines.events import Cleared, KvBatch, KvEvent, Removed, Stored
 from engines.types import Endpoint, Tier
@@ -152,3 +157,97 @@ def _flat(ops: Iterable[Op]) -> list[object]:
             case Clear():
                 flat.append(Clear)
     return flat
+
+
+class Waiting(Sent):
+    """A feed whose batches wait to be sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers, self.asked = itertools.count(), 0
+        self.feed = Feed(Endpoint("http://e:1"), None, lambda: f"life.{next(numbers)}", self.messages.append, waits=self.ask)
+        self.batch(stored(100, 1, 2))  # after the first one, the block size is known and told
+        self.take()
+
+    def ask(self) -> None:
+        self.asked += 1
+
+
+def test_batches_that_wait_are_sent_as_one() -> None:
+    sent = Waiting()
+    assert sent.batch(stored(101, 3, 4)) == sent.batch(Removed([100])) == sent.batch(stored(102, 5, 6)) == []
+    assert sent.asked == 4
+    assert sent.feed.flush()
+    keys = [pack_keys([key(*tokens)]) for tokens in ((3, 4), (1, 2), (5, 6))]
+    assert sent.take() == [Batch("life.0", 1, [Store(Tier.DEVICE, keys[0]), Remove(Tier.DEVICE, keys[1]), Store(Tier.DEVICE, keys[2])])]
+    assert not sent.feed.flush()
+    assert sent.take() == []
+
+
+def test_a_beacon_and_a_snapshot_come_after_what_they_count() -> None:
+    sent = Waiting()
+    sent.batch(stored(101, 3, 4))
+    sent.feed.beacon()
+    batch, beacon = sent.take()
+    assert isinstance(batch, Batch)
+    assert isinstance(beacon, Beacon)
+    assert (batch.seq, beacon.seq, beacon.blocks, beacon.digest) == (1, 2, 2, key(1, 2) ^ key(3, 4))
+    sent.batch(stored(102, 5, 6))
+    [chunk] = sent.feed.snapshot()
+    [batch] = sent.take()
+    assert isinstance(batch, Batch)
+    assert (batch.seq, chunk.seq) == (2, 3)
+    assert chunk.ops == [Store(Tier.DEVICE, pack_keys([key(1, 2), key(3, 4), key(5, 6)]))]
+
+
+def test_what_waits_when_a_new_epoch_begins_is_never_sent() -> None:
+    sent = Waiting()
+    sent.batch(stored(101, 3, 4))
+    sent.feed.restarted("another process")
+    [beacon] = sent.take()
+    assert isinstance(beacon, Beacon)
+    assert (beacon.epoch, beacon.seq, beacon.blocks, beacon.digest) == ("life.1", 0, 0, 0)
+    assert not sent.feed.flush()
+
+
+def test_much_does_not_wait() -> None:
+    sent = Waiting()
+    blocks = MOST_WAITING_BLOCKS + 1
+    [batch] = sent.batch(Stored(list(range(1000, 1000 + blocks)), None, list(range(2 * blocks)), 2))
+    assert isinstance(batch, Batch)
+    assert not sent.feed.flush()
+
+
+def test_a_copy_in_this_process_is_told_at_once_and_of_the_rest_as_the_bus_is() -> None:
+    told: list[object] = []
+
+    class Told:
+        def changed(self, endpoint: Endpoint, changes: Sequence[Change]) -> None:
+            told.extend((change.kind, change.keys) for change in changes)
+
+        def renewed(self, endpoint: Endpoint) -> None:
+            told.append("renewed")
+
+        def told(self, endpoint: Endpoint, beacon: Beacon) -> None:
+            told.append(beacon.seq)
+
+    feed = Feed(Endpoint("http://e:1"), None, lambda: "life.0", None, copy=Told())
+    feed.batch(KvBatch(0.0, 0, [stored(100, 1, 2), stored(101, 3, 4)]))
+    feed.batch(KvBatch(0.0, 0, [Removed([100])]))
+    feed.lost(2, 3)
+    feed.end()
+    feed.batch(KvBatch(0.0, 0, [stored(100, 1, 2)]))
+    assert told == [(Store, [key(1, 2), key(3, 4)]), 0, (Remove, [key(1, 2)]), "renewed", 0]
+
+
+def test_the_digest_of_a_beacon_is_that_of_all_that_is_held() -> None:
+    sent, rng = Sent(), random.Random(5)
+    for step in range(300):
+        tier, name = rng.choice([Tier.DEVICE, Tier.DEVICE, Tier.HOST]), rng.randrange(40)
+        event: KvEvent = Stored([name], None, [name, name], 2, tier) if rng.random() < 0.6 else Removed([name], tier)
+        sent.batch(Cleared() if step == 150 else event)
+        sent.feed.beacon()
+        beacon = sent.take()[-1]
+        assert isinstance(beacon, Beacon)
+        pairs = [digest_of(key, change.tier) for change in sent.feed.held() for key in change.keys]
+        assert (beacon.blocks, beacon.digest) == (len(pairs), functools.reduce(operator.xor, pairs, 0))

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from discovery.digests import digest_of, digest_of_all, xor_of
 from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, Store
 from discovery.sync import (
     RETIRED_S,
@@ -16,11 +17,8 @@ from discovery.sync import (
     Phase,
     RequestSnapshot,
     StreamSync,
-    digest_of_all,
     epoch_parts,
-    xor_of,
 )
-from discovery.translate import digest_of
 from engines.blocks import pack_keys
 from engines.types import Tier
 
@@ -369,3 +367,11 @@ def test_phases_are_named_as_documented() -> None:
     sync.chunk(chunk(3, 0, 1, store(1)), attempt, 0.0)
     seen.append(sync.phase)
     assert seen == [Phase.UNKNOWN, Phase.SYNCING, Phase.SYNCED]
+
+
+def test_digests_tell_tiers_apart_even_when_two_blocks_swap_them() -> None:
+    one = digest_of(7, Tier.DEVICE) ^ digest_of(8, Tier.HOST)
+    other = digest_of(8, Tier.DEVICE) ^ digest_of(7, Tier.HOST)
+    assert one != other
+    assert len({digest_of(7, tier) for tier in Tier}) == 3
+    assert all(0 <= digest_of(2**64 - 1, tier) < 2**64 for tier in Tier)
