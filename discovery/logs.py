@@ -11,8 +11,11 @@ Both go through `discovery.redact`: no secret reaches a log, at any level, whoev
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import select
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Literal, TextIO
 
@@ -51,11 +54,16 @@ class _Event(logging.LogRecord):
         self.thread = self.process = self.threadName = self.processName = None
 
 
-def configure(level: LogLevel, form: LogFormat, stream: TextIO) -> None:
-    """From here on every logger of the process writes to `stream`, ours from `level` and others' from warning (or debug)."""
+def configure(level: LogLevel, form: LogFormat, stream: TextIO, *, process: int | None = None) -> None:
+    """From here on every logger of the process writes to `stream`, ours from `level` and others' from warning (or debug).
+
+    `process` is its number where several write to one stream: it is in every line, and lines of different processes do not mix.
+    """
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # asked for, never shown
-    handler = BatchingHandler(stream)
+    handler = BatchingHandler(stream, most=None if process is None else select.PIPE_BUF)
     handler.setFormatter(JsonFormatter() if wants_json(form, stream) else TextFormatter())
+    if process is not None:
+        handler.addFilter(functools.partial(_numbered, process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.DEBUG if level == "debug" else max(logging.WARNING, _number(level)))
@@ -74,8 +82,10 @@ class BatchingHandler(logging.StreamHandler[TextIO]):
     A record waits for `BATCH_S` at most, and not at all when it is a warning or worse, or when no loop runs.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, most: int | None = None) -> None:
+        """`most`: how many bytes are written at once, where others write to the same pipe; a single longer line may be mixed with theirs."""
         super().__init__(stream)
+        self._most = most
         self._records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -96,12 +106,25 @@ class BatchingHandler(logging.StreamHandler[TextIO]):
             except Exception:  # noqa: BLE001  logging's own rule: a line that cannot be made must not end what it tells of
                 self.handleError(record)
         try:
-            if lines:
-                self.stream.write("".join(lines))
+            for text in self._pieces(lines):
+                self.stream.write(text)
+                super().flush()
             super().flush()
         except Exception:  # noqa: BLE001  nor one that cannot be written
             if records:
                 self.handleError(records[-1])
+
+    def _pieces(self, lines: list[str]) -> Iterator[str]:
+        """What is written at once."""
+        begin = size = 0
+        for end, line in enumerate(lines if self._most is not None else ()):
+            length = len(line.encode(errors="replace"))
+            if end > begin and size + length > (self._most or 0):
+                yield "".join(lines[begin:end])
+                begin, size = end, 0
+            size += length
+        if lines:
+            yield "".join(lines[begin:])
 
     def _flush_soon(self) -> None:
         try:
@@ -149,6 +172,12 @@ class TextFormatter(logging.Formatter):
         line = f"{at} {record.levelname.lower():<7} {_one_line(record)}" + (f"  {fields}" if fields else "")
         trace = _trace(self, record)
         return f"{line}\n{trace}" if trace else line
+
+
+def _numbered(process: int, record: logging.LogRecord) -> bool:
+    """A filter that lets every record pass, with the number of its process."""
+    record.fields = {"process": process} | getattr(record, "fields", {})
+    return True
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

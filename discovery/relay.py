@@ -15,6 +15,7 @@ import itertools
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -93,8 +94,6 @@ class Relay:
         self._changed = asyncio.Event()
         self._asked = asyncio.Event()
         self._flush_at: asyncio.TimerHandle | None = None
-        life, numbers = secrets.token_hex(8), itertools.count()
-        self._next_epoch = lambda: f"{life}.{next(numbers)}"
 
     def follow(self, info: EngineInfo) -> None:
         """Exactly this engine's sources are followed from now on; those followed already go on, unless the engine was started again."""
@@ -145,7 +144,7 @@ class Relay:
         def send(message: StreamMessage) -> None:
             self._bus.publish(subject, _encode(message))
 
-        feed = Feed(endpoint, life[1], self._next_epoch, None if self._alone else send, waits=self._flush_soon, copy=self._local)
+        feed = Feed(endpoint, life[1], _epochs(), None if self._alone else send, waits=self._flush_soon, copy=self._local)
         requests = self._bus.subscribe(self._subjects.snapshot(endpoint), self._on_request)
         self._followed[endpoint] = _Followed(feed, source, life, requests)
         self._changed.set()
@@ -223,6 +222,12 @@ class Relay:
                 for chunk in followed.feed.snapshot():
                     await self._bus.room()
                     self._bus.publish(reply, _encode(chunk))
+
+
+def _epochs() -> Callable[[], str]:
+    """Names for the epochs of one feed's life. A life of its own for each: mirrors that have turned to another relay turn back to it."""
+    life, numbers = secrets.token_hex(8), itertools.count()
+    return lambda: f"{life}.{next(numbers)}"
 
 
 def _nothing() -> None:

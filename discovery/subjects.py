@@ -46,6 +46,8 @@ class Subjects:
         self.namespace = namespace
         self.streams = f"{namespace}.kv.*.*"
         """Every stream of batches and beacons."""
+        self.routers = f"{namespace}.routers"
+        """Where routers tell each other that they are there, and what they carry."""
 
     def stream(self, endpoint: Endpoint) -> str:
         """Where the batches and beacons of one endpoint are published."""

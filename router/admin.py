@@ -24,6 +24,7 @@ from discovery.config.specs import build_engine_spec
 from engines.urls import WILDCARDS, normalise, split_tcp
 from router.addresses import refusal
 from router.errand import in_task
+from router.processes.messages import AdminCall, AdminReply
 from router.roster import Added, UnknownEngine
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Refused(Exception):
 
 
 class Admin:
-    """The admin listener's answers."""
+    """What is done and told. `answer` is what all processes of a group do; `serve` is one process's own listener."""
 
     def __init__(self, roster: Roster, census: Census) -> None:
         self._roster = roster
@@ -52,48 +53,58 @@ class Admin:
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request."""
+        respond(exchange, await self.answer(AdminCall(exchange.method, exchange.path, exchange.query, exchange.body)))
+
+    async def answer(self, call: AdminCall) -> AdminReply:
+        """What comes of it."""
         try:
-            if exchange.path == ENGINES:
-                await self._engines(exchange)
-            elif exchange.path.startswith(ENGINE):
-                self._engine(exchange, exchange.path.removeprefix(ENGINE))
-            else:
-                exchange.error(404, "no such path; the admin API is /admin/engines")
+            if call.path == ENGINES:
+                return await self._engines(call)
+            if call.path.startswith(ENGINE):
+                return self._engine(call, call.path.removeprefix(ENGINE))
+            return AdminReply(404, error="no such path; the admin API is /admin/engines")
         except Refused as error:
-            exchange.error(400, str(error))
+            return AdminReply(400, error=str(error))
         except UnknownEngine as error:
-            exchange.error(404, f"no engine {error} is followed")
+            return AdminReply(404, error=f"no engine {error} is followed")
 
-    async def _engines(self, exchange: Exchange) -> None:
-        match exchange.method:
+    async def _engines(self, call: AdminCall) -> AdminReply:
+        match call.method:
             case "GET" | "HEAD":
-                _respond(exchange, 200, {"engines": self._census.engines()})
+                return _reply(200, {"engines": self._census.engines()})
             case "POST":
-                spec = await _spec(exchange.body)
+                spec = await _spec(call.body)
                 outcome = self._roster.add(spec)
-                _respond(exchange, 201 if outcome is Added.NEW else 200, {"outcome": outcome.value, **self._census.engine(spec.url)})
+                return _reply(201 if outcome is Added.NEW else 200, {"outcome": outcome.value, **self._census.engine(spec.url)})
             case _:
-                _not_allowed(exchange, "GET, HEAD, POST")
+                return _not_allowed(call, "GET, HEAD, POST")
 
-    def _engine(self, exchange: Exchange, rest: bytes) -> None:
+    def _engine(self, call: AdminCall, rest: bytes) -> AdminReply:
         action = next((action for action in ACTIONS if rest.endswith(action)), b"")
         engine_id = _engine_id(rest.removesuffix(action))
-        match action, exchange.method:
+        match action, call.method:
             case b"", "GET" | "HEAD":
-                _respond(exchange, 200, self._census.engine(engine_id))
+                return _reply(200, self._census.engine(engine_id))
             case b"", "DELETE":
-                if self._roster.remove(engine_id, now=_says(exchange.query, "now")):
-                    _respond(exchange, 200, {"id": engine_id, "state": "removed"})
-                else:
-                    _respond(exchange, 202, self._census.engine(engine_id))
+                if self._roster.remove(engine_id, now=_says(call.query, "now")):
+                    return _reply(200, {"id": engine_id, "state": "removed"})
+                return _reply(202, self._census.engine(engine_id))
             case b"/drain", "POST":
                 self._roster.drain(engine_id)
-                _respond(exchange, 200, self._census.engine(engine_id))
+                return _reply(200, self._census.engine(engine_id))
             case b"/undrain", "POST":
                 self._roster.undrain(engine_id)
-                _respond(exchange, 200, self._census.engine(engine_id))
+                return _reply(200, self._census.engine(engine_id))
             case _:
-                _not_allowed(exchange, "POST" if action else "GET, HEAD, DELETE")
+                return _not_allowed(call, "POST" if action else "GET, HEAD, DELETE")
+
+
+def respond(exchange: Exchange, reply: AdminReply) -> None:
+    """Send a reply."""
+    if reply.error:
+        exchange.error(reply.status, reply.error, headers=[(b"allow", reply.allow.encode())] if reply.allow else None)
+    else:
+        exchange.respond(reply.status, reply.body)
 
 
 async def _spec(body: bytes) -> EngineSpec:
@@ -142,9 +153,9 @@ def _says(query: bytes, name: str) -> bool:
     return value == "1"
 
 
-def _respond(exchange: Exchange, status: int, body: object) -> None:
-    exchange.respond(status, msgspec.json.encode(body))
+def _reply(status: int, body: object) -> AdminReply:
+    return AdminReply(status, msgspec.json.encode(body))
 
 
-def _not_allowed(exchange: Exchange, methods: str) -> None:
-    exchange.error(405, f"{exchange.method} is not allowed here; use {methods}", headers=[(b"allow", methods.encode())])
+def _not_allowed(call: AdminCall, methods: str) -> AdminReply:
+    return AdminReply(405, error=f"{call.method} is not allowed here; use {methods}", allow=methods)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import parse_qs
 
 import msgspec
 
 from router import openai
 from router.chooser import Choice, Chooser
+from router.errand import in_task
 from router.metrics import CONTENT_TYPE
+from router.processes.messages import Readiness
 from router.routes import INFERENCE, PromptForm, Route
 from router.scheduling.scheduler import NoCandidate, PolicyError
 
@@ -20,19 +22,45 @@ if TYPE_CHECKING:
     from router.intake import Intake
     from router.metrics import Metrics
 
-Answer = Callable[["Exchange"], Awaitable[None]]
+Answer = Callable[["Exchange"], Coroutine[Any, Any, None]]
+
+
+class Group(Protocol):
+    """All processes on one port, of which this is one. Raises GroupSilent."""
+
+    async def page(self) -> bytes:
+        """The metrics page of all."""
+        ...
+
+    async def readiness(self) -> Readiness:
+        """What can be relied on in all."""
+        ...
+
+
+class GroupSilent(Exception):
+    """The other processes do not answer."""
 
 
 class Answers:
-    """The router's own paths."""
+    """The router's own paths. What tells of the router as a whole is the same in every process of a group."""
 
-    def __init__(self, fleet: Fleet, intake: Intake, chooser: Chooser, metrics: Metrics, accepting: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        intake: Intake,
+        chooser: Chooser,
+        metrics: Metrics,
+        *,
+        accepting: Callable[[], bool],
+        group: Group | None = None,
+    ) -> None:
         """`accepting` tells whether new requests are taken: no longer, once the router is stopping."""
         self._fleet = fleet
         self._intake = intake
         self._chooser = chooser
         self._metrics = metrics
         self._accepting = accepting
+        self._group = group
         self._paths: Final[dict[bytes, tuple[str, Answer]]] = {
             b"/v1/models": ("GET", self.models),
             b"/health": ("GET", self.health),
@@ -87,15 +115,30 @@ class Answers:
     async def ready(self, exchange: Exchange) -> None:
         """Which models have an engine. 503 when none has, or, with `?model=M`, when M has none."""
         wanted = parse_qs(exchange.query.decode("latin-1")).get("model")
-        models = {model: self._fleet.takers(model) for model in self._fleet.model_ids} | dict.fromkeys(self._fleet.lost_models(), 0)
-        ready = self._accepting() and (all(models.get(model) for model in wanted) if wanted else any(models.values()))
-        waiting = [member.info.id for member in self._fleet.members.values() if not member.serving]
-        body = {"ready": ready, "models": models, "joining": waiting}
+        try:
+            known = self.readiness() if self._group is None else await in_task(self._group.readiness())
+        except GroupSilent as error:
+            exchange.error(503, str(error))
+            return
+        models = known.models
+        ready = known.accepting and (all(models.get(model) for model in wanted) if wanted else any(models.values()))
+        body = {"ready": ready, "models": models, "joining": known.joining}
         exchange.respond(200 if ready else 503, msgspec.json.encode(body))
+
+    def readiness(self) -> Readiness:
+        """What this process takes."""
+        models = {model: self._fleet.takers(model) for model in self._fleet.model_ids} | dict.fromkeys(self._fleet.lost_models(), 0)
+        joining = [member.info.id for member in self._fleet.members.values() if not member.serving]
+        return Readiness(self._accepting(), models, joining)
 
     async def metrics(self, exchange: Exchange) -> None:
         """The metrics page."""
-        exchange.respond(200, self._metrics.page(), CONTENT_TYPE)
+        try:
+            page = self._metrics.page() if self._group is None else await in_task(self._group.page())
+        except GroupSilent as error:
+            exchange.error(503, str(error))
+        else:
+            exchange.respond(200, page, CONTENT_TYPE)
 
     async def route(self, exchange: Exchange) -> None:
         """Which engine would take this body, and why; nothing is sent and nothing is counted.

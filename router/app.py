@@ -1,6 +1,9 @@
 """Builds everything and starts it. No logic: which part does what is told in the parts.
 
 Start:  broker → bus → event path → listener → monitor.         Stop:  listener (in-flight requests finish) → everything else.
+
+One of several processes (`router.processes`) is built the same, with what it has in common with the others in place of its own:
+their broker, their port, their admin API.
 """
 
 from __future__ import annotations
@@ -9,11 +12,11 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import random
-import signal
-import sys
+import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -25,8 +28,10 @@ from discovery.bus import Bus, BusOptions
 from discovery.logs import event
 from discovery.mirror import Mirror
 from discovery.monitor import Monitor
+from discovery.peers import Peers
 from discovery.registry import Registry
 from discovery.relay import Relay as KvRelay
+from discovery.sharing import Sharing
 from router.admin import MAX_BODY_BYTES, Admin
 from router.admission import QueueLimits
 from router.answers import Answers
@@ -34,19 +39,21 @@ from router.caches import Caches
 from router.census import Census
 from router.chooser import Chooser
 from router.exchange import Exchange
-from router.files import Files
 from router.fleet import Fleet
 from router.gate import Gate, HeaderNames
-from router.guards import Guards, read_guards
+from router.guards import read_guards
 from router.intake import Intake
 from router.load import LoadBook
 from router.membership import Membership
 from router.metrics import Metrics
+from router.processes.parent import processes
+from router.processes.part import Inside, Part
 from router.prompts.book import PromptBook
 from router.proxy import Proxy
 from router.readings import Readings
 from router.roster import Roster
 from router.routes import INFERENCE
+from router.running import Listening, cancelled_at_exit, listen, say_ready, stopped_by_signals, told_by_hangup
 from router.scheduling.policies.kv import KvWeights
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.table import load_policy
@@ -71,48 +78,42 @@ clock = time.monotonic
 
 async def serve(settings: ServeSettings) -> None:
     """Run the router until SIGINT or SIGTERM."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def stop_once() -> None:
-        """The first signal stops in order; a second one ends at once, as if nobody had handled it."""
-        stop.set()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop_once)
+    stop = stopped_by_signals()
+    if settings.processes > 1:
+        async with processes(settings) as listening:
+            say_ready(listening)
+            await stop.wait()
+        return
     async with running(settings) as listening:
-        ready = {"ready": True, **msgspec.to_builtins(listening)}
-        gc.collect()
-        gc.freeze()  # what start-up made stays; looking through it again and again took 8 % of the router's time
-        gc.set_threshold(*GC_THRESHOLD)
-        sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
-        sys.stdout.flush()
+        collect_less()
+        say_ready(listening)
         await stop.wait()
 
 
-class Listening(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a running router is reached."""
-
-    url: str
-    admin: str = ""
-    """The admin API's address; empty without one."""
+def collect_less() -> None:
+    """Everything is built: have the garbage collector leave it alone."""
+    gc.collect()
+    gc.freeze()  # what start-up made stays; looking through it again and again took 8 % of the router's time
+    gc.set_threshold(*GC_THRESHOLD)
 
 
 @contextlib.asynccontextmanager
-async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
-    """A router that serves within the context. Raises OSError, BrokerError, BusUnreachable, PolicyNotLoaded or GuardsUnusable."""
+async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIterator[Listening]:  # noqa: PLR0915  a list
+    """A router that serves within the context. Raises OSError, BrokerError, BusUnreachable, PolicyNotLoaded or GuardsUnusable.
+
+    `part` is what it has in common with other processes, when it is one of several.
+    """
     guards = await read_guards(settings)
     weights = msgspec.convert(msgspec.structs.asdict(settings.kv), KvWeights)
     name, policy = await asyncio.to_thread(load_policy, settings.policy, weights)  # it may import a user's module
     scheduler = Scheduler(policy, name, settings.router_temperature, random.Random())
     async with contextlib.AsyncExitStack() as stack:
-        broker = None if settings.nats else Broker()
+        named = settings.nats if part is None else part.nats
+        broker = None if named else Broker()
         if broker is not None:
             stack.push_async_callback(broker.stop)
         bus = Bus(BusOptions(echo=False))
-        await bus.connect(settings.nats or await _started(broker), name="commutator")
+        await bus.connect(named or await _started(broker), name="commutator")
         stack.push_async_callback(bus.close)
         session = await stack.enter_async_context(_control_session())
         context = stack.enter_context(zmq.asyncio.Context())
@@ -121,17 +122,21 @@ async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
         caches, load = Caches(predicted_ttl_s=settings.predicted_ttl_s), LoadBook()
         mirror = Mirror(bus, settings.namespace, caches, blind_after_s=settings.blind_after_s)
         relay = KvRelay(bus, settings.namespace, context, local=mirror, alone=broker is not None)
+        sharing = peers = None
+        if named:  # on a broker of its own, a router is alone
+            peers = Peers(secrets.token_hex(8) if part is None else part.router, clock(), expected=1 if part is None else part.processes)
+            sharing = Sharing(bus, settings.namespace, peers, load, relay, clock=clock)
         prompts = PromptBook(tokenizer=settings.tokenizer)
         whereabouts = Whereabouts(session, pass_clients_keys=guards.door is None)
         intake = Intake(fleet, prompts, whereabouts, session_header=settings.session_header.lower().encode(), tokenize=scheduler.uses_cache)
         chooser = Chooser(fleet, caches, load, scheduler, mirror, clock=clock)
 
-        group = await stack.enter_async_context(_cancelled_at_exit())
+        group = await stack.enter_async_context(cancelled_at_exit())
         membership = Membership(
             fleet=fleet,
             caches=caches,
             load=load,
-            relay=relay,
+            relay=relay if sharing is None else sharing,
             mirror=mirror,
             prompts=prompts,
             timeouts=Timeouts(settings.connect_timeout_s, settings.response_head_timeout_s, settings.stream_idle_timeout_s),
@@ -148,9 +153,10 @@ async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
             probe_period_s=settings.probe_period_s,
             probe_timeout_s=settings.probe_timeout_s,
         )
-        gate = _gate(settings.admission, chooser, metrics)
+        gate = _gate(settings.admission, chooser, metrics, 1 if part is None else part.processes)
         proxy = Proxy(intake, chooser, gate, membership.lines, metrics, whereabouts, suspect=monitor.suspect, clock=clock)
-        answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: not server.stopping)
+        group_of_all = None if part is None else part.group
+        answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: not server.stopping, group=group_of_all)
         server = Server(
             _dispatch(proxy, answers),
             max_body_bytes=settings.max_body_bytes,
@@ -159,55 +165,54 @@ async def running(settings: ServeSettings) -> AsyncIterator[Listening]:
             door=guards.door,
         )
         metrics.read_from(
-            Readings(fleet=fleet, caches=caches, load=load, mirror=mirror, relay=relay, bus=bus, server=server, gate=gate, clock=clock)
+            Readings(
+                fleet=fleet,
+                caches=caches,
+                load=load,
+                mirror=mirror,
+                relay=relay,
+                bus=bus,
+                server=server,
+                gate=gate,
+                peers=peers,
+                clock=clock,
+            )
         )
-        roster = Roster(monitor, fleet, load, clock)
-        admin = ""
-        if guards.admin_door is not None:
-            census = Census(monitor=monitor, fleet=fleet, roster=roster, caches=caches, load=load, mirror=mirror, clock=clock)
-            admins = Server(Admin(roster, census).serve, max_body_bytes=MAX_BODY_BYTES, grace_period_s=1.0, door=guards.admin_door)
-            stack.push_async_callback(admins.stop)
-            admin = await _listen(admins, settings.admin_host, settings.admin_port, guards)
-            group.create_task(admins.run(), name="admin")
-        stack.push_async_callback(server.stop)
-        url = await _listen(server, settings.host, settings.port, guards)
+        roster = Roster(monitor, fleet, load)
+        census = Census(monitor=monitor, fleet=fleet, roster=roster, caches=caches, load=load, mirror=mirror, clock=clock)
+        control = Admin(roster, census)
+        admin = url = ""
+        if part is None:
+            if guards.admin_door is not None:
+                admins = Server(control.serve, max_body_bytes=MAX_BODY_BYTES, grace_period_s=1.0, door=guards.admin_door)
+                stack.push_async_callback(admins.stop)
+                admin = await listen(admins, settings.admin_host, settings.admin_port, guards)
+                group.create_task(admins.run(), name="admin")
+            stack.push_async_callback(server.stop)
+            url = await listen(server, settings.host, settings.port, guards)
         if guards.files:
-            stack.enter_context(_told_by_hangup(guards.files))
+            stack.enter_context(told_by_hangup(guards.files))
             group.create_task(guards.files.run(), name="files")
-        for part in (relay, mirror, monitor, server, gate):
-            group.create_task(part.run(), name=type(part).__name__.lower())
+        for room in (relay, mirror, monitor, server, gate, sharing, broker):
+            if room is not None:
+                group.create_task(room.run(), name=type(room).__name__.lower())
         group.create_task(_keep_house(caches, load, membership, roster, gate), name="housekeeping")
-        if broker is not None:
-            group.create_task(broker.run(), name="broker")
+        if part is not None and sharing is not None:
+            await part.prepare(Inside(control, answers, metrics, sharing, monitor, fleet))
+            stack.push_async_callback(server.stop)
+            url = await listen(server, settings.host, part.port, guards, shared=True)
         event(log, logging.INFO, "serving", url=url, admin=admin, policy=name, engines=len(settings.engine), bus=bus.servers)
         yield Listening(url, admin)
 
 
-@contextlib.contextmanager
-def _told_by_hangup(files: Files) -> Iterator[None]:
-    """SIGHUP has all files read again."""
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, files.read_again)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGHUP)
-
-
-async def _listen(server: Server, host: str, port: int, guards: Guards) -> str:
-    """Listen, with the certificate there is; the URL. Raises OSError."""
-    context = guards.certificate.listener
-    port = await server.listen(host, port, context)
-    return f"{'http' if context is None else 'https'}://{_shown(host)}:{port}"
-
-
-def _gate(settings: AdmissionSettings, chooser: Chooser, metrics: Metrics) -> Gate:
+def _gate(settings: AdmissionSettings, chooser: Chooser, metrics: Metrics, processes: int) -> Gate:
+    """Each of several processes holds its part of those who may wait: their number is what keeps the wait short."""
     names = HeaderNames(
         tenant=settings.tenant_header.lower().encode() if settings.tenant_header is not None else None,
         priority=settings.priority_header.lower().encode(),
         deadline=settings.deadline_header.lower().encode(),
     )
-    limits = QueueLimits(settings.max_waiting, settings.max_wait_s)
+    limits = QueueLimits(math.ceil(settings.max_waiting / processes), settings.max_wait_s)
     return Gate(chooser, limits, names, waited=metrics.waited, clock=clock)
 
 
@@ -243,29 +248,7 @@ async def _keep_house(caches: Caches, load: LoadBook, membership: Membership, ro
         gate.sweep()
 
 
-class _Leaving(Exception):
-    """Ends the task group from inside."""
-
-
-@contextlib.asynccontextmanager
-async def _cancelled_at_exit() -> AsyncIterator[asyncio.TaskGroup]:
-    """The one task group of the process: leaving ends every task in it, and a task that fails ends the process."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-            raise _Leaving  # noqa: TRY301  the only way to end a task group from inside
-    except* _Leaving:
-        pass
-
-
 def _control_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False, trust_env=False
     )
-
-
-def _shown(host: str) -> str:
-    """An address that a client on this host can use."""
-    if host in ("0.0.0.0", "::", ""):  # noqa: S104  compared, not bound
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from engines.types import Tier
 from router.roster import UnknownEngine
 
@@ -78,12 +80,17 @@ class Census:
         return rejection.value if rejection is not None else "serving" if member.serving else "joining"
 
     def _endpoint(self, endpoint: Endpoint, block_size: int | None) -> dict[str, Any]:
-        now = self._clock()
+        now, own = self._clock(), self._load.own(endpoint)
         return {
             "rank": endpoint.rank,
             "block_size": self._mirror.block_size(endpoint) or block_size,
             "signal": self._mirror.signal(endpoint, now),
-            "load": self._load.load(endpoint, now),
+            "load": msgspec.structs.replace(
+                self._load.load(endpoint, now),
+                active_requests=own.requests,
+                active_prefill_tokens=own.prefill_tokens,
+                active_blocks=own.blocks,
+            ),
             "cached_blocks": {tier.name.lower(): self._caches.size(endpoint, tier) for tier in Tier},
             "predicted_blocks": self._caches.predicted_size(endpoint),
         }

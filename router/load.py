@@ -14,10 +14,11 @@ count away, so a stream of two hours counts for two hours, and a gauge that an e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from discovery.peers import NOTHING, Carried, Others
 from engines.types import Endpoint
 from router.index import PrefixIndex
 from router.scheduling.types import Load
@@ -35,9 +36,10 @@ class _Report(NamedTuple):
 class _Account:
     """What is in flight on one endpoint."""
 
-    __slots__ = ("forgotten", "last_assigned", "prefill_tokens", "report", "requests", "shared", "slot")
+    __slots__ = ("endpoint", "forgotten", "last_assigned", "prefill_tokens", "report", "requests", "shared", "slot")
 
-    def __init__(self, slot: int) -> None:
+    def __init__(self, endpoint: Endpoint, slot: int) -> None:
+        self.endpoint = endpoint
         self.slot = slot
         self.requests = 0
         self.prefill_tokens = 0
@@ -101,6 +103,8 @@ class LoadBook:
         self._endpoints: dict[int, Endpoint] = {}
         self._index = PrefixIndex()
         self._assigned = 0
+        self.others: Others | None = None
+        """Other routers in front of the same engines: what they carry, as they last told, is added where load is asked for."""
 
     def reserve(self, endpoint: Endpoint, keys: Sequence[int], uncached_tokens: int) -> Reservation:
         """Count a request on `endpoint`: its full blocks `keys`, a chain from the root, and the prompt tokens it has to compute.
@@ -127,10 +131,12 @@ class LoadBook:
             known = self._index.extent(account.slot, held, 0)
             account.shared.update(held[:known])
             self._index.store(account.slot, held[known:])
+            if self.others is not None:
+                self.others.step(endpoint, held, 1)
         return Reservation(self, account, held, uncached_tokens)
 
     def in_flight(self, keys: Sequence[int]) -> dict[Endpoint, int]:
-        """Endpoint → how many leading `keys` belong to requests in flight there, where it is at least one.
+        """Endpoint → how many leading `keys` belong to requests in flight there, where it is at least one; other routers' included.
 
         A request holds its whole prefix, so the others of `keys` are what `active_blocks` would grow by.
         Runtime complexity: O(runs crossed + endpoints that match), plus one comparison per key.
@@ -139,24 +145,34 @@ class LoadBook:
         {}
         """
         endpoints = self._endpoints
-        return {endpoints[slot]: depth for slot, depth in self._index.match(keys).items()}
+        found = {endpoints[slot]: depth for slot, depth in self._index.match(keys).items()}
+        if self.others is not None:
+            for endpoint, depth in self.others.in_flight(keys).items():
+                found[endpoint] = max(depth, found.get(endpoint, 0))
+        return found
 
     def load(self, endpoint: Endpoint, now: float) -> Load:
-        """What `endpoint` has in flight, and its own report where that is fresh. Runtime complexity: O(1).
+        """What `endpoint` has in flight, other routers' requests included, and its own report where that is fresh.
+
+        Runtime complexity: O(1).
 
         >>> LoadBook().load(Endpoint("http://a:8000"), now=0.0).active_requests
         0
         """
         account = self._accounts.get(endpoint)
+        others = NOTHING if self.others is None else self.others.load(endpoint)
         if account is None:
-            return Load()
+            return Load(*others)
+        requests = account.requests + others.requests
+        prefill_tokens = account.prefill_tokens + others.prefill_tokens
+        blocks = self._index.size(account.slot) + others.blocks
         report = account.report
         if report is None or now - report.at > self._report_fresh_s:
-            return Load(account.requests, account.prefill_tokens, self._index.size(account.slot), account.last_assigned)
+            return Load(requests, prefill_tokens, blocks, account.last_assigned)
         return Load(
-            account.requests,
-            account.prefill_tokens,
-            self._index.size(account.slot),
+            requests,
+            prefill_tokens,
+            blocks,
             account.last_assigned,
             report.running,
             report.waiting,
@@ -164,13 +180,29 @@ class LoadBook:
         )
 
     def active_requests(self, endpoint: Endpoint) -> int:
-        """How many requests `endpoint` has in flight. Runtime complexity: O(1).
+        """How many requests `endpoint` has in flight, other routers' included. Runtime complexity: O(1).
 
         >>> LoadBook().active_requests(Endpoint("http://a:8000"))
         0
         """
         account = self._accounts.get(endpoint)
-        return 0 if account is None else account.requests
+        others = NOTHING if self.others is None else self.others.load(endpoint)
+        return others.requests if account is None else account.requests + others.requests
+
+    def own(self, endpoint: Endpoint) -> Carried:
+        """What this router itself has in flight on `endpoint`. Runtime complexity: O(1).
+
+        >>> LoadBook().own(Endpoint("http://a:8000"))
+        Carried(requests=0, prefill_tokens=0, blocks=0)
+        """
+        account = self._accounts.get(endpoint)
+        return NOTHING if account is None else Carried(account.requests, account.prefill_tokens, self._index.size(account.slot))
+
+    def carried(self) -> Iterator[tuple[Endpoint, Carried]]:
+        """The same of every endpoint that has anything in flight, for other routers to hear. Runtime complexity: O(endpoints)."""
+        for endpoint, account in self._accounts.items():
+            if account.requests:
+                yield endpoint, Carried(account.requests, account.prefill_tokens, self._index.size(account.slot))
 
     def report(self, endpoint: Endpoint, running: int | None, waiting: int | None, kv_usage: float | None, now: float) -> None:
         """What the engine says of itself, at `now` in monotonic seconds. Runtime complexity: O(1).
@@ -213,12 +245,14 @@ class LoadBook:
     def _account(self, endpoint: Endpoint) -> _Account:
         account = self._accounts.get(endpoint)
         if account is None:
-            account = self._accounts[endpoint] = _Account(self._index.add_slot())
+            account = self._accounts[endpoint] = _Account(endpoint, self._index.add_slot())
             self._endpoints[account.slot] = endpoint
         return account
 
     def _let_go(self, account: _Account, keys: list[int]) -> None:
         """A request no longer holds `keys`: those that it shares lose a holder, the others leave the index."""
+        if keys and self.others is not None:
+            self.others.step(account.endpoint, keys, -1)
         if account.forgotten or not keys:
             return
         shared = account.shared

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import aiohttp
 
     from discovery.mirror import Mirror
-    from discovery.relay import Relay
+    from discovery.sharing import Follower
     from engines.metrics import EngineLoad
     from engines.types import EngineInfo
     from router.caches import Caches
@@ -47,7 +47,7 @@ class Membership:
         fleet: Fleet,
         caches: Caches,
         load: LoadBook,
-        relay: Relay,
+        relay: Follower,
         mirror: Mirror,
         prompts: PromptBook,
         timeouts: Timeouts,

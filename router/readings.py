@@ -11,6 +11,7 @@ from engines.types import Tier
 if TYPE_CHECKING:
     from discovery.bus import Bus
     from discovery.mirror import Mirror
+    from discovery.peers import Peers
     from discovery.relay import Relay
     from engines.types import Endpoint
     from router.caches import Caches
@@ -37,6 +38,7 @@ class Readings:
         bus: Bus,
         server: Server,
         gate: Gate,
+        peers: Peers | None,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
@@ -47,6 +49,7 @@ class Readings:
         self._bus = bus
         self._server = server
         self._gate = gate
+        self._peers = peers
         self._clock = clock
 
     def __call__(self) -> Iterator[Reading]:
@@ -77,7 +80,7 @@ class Readings:
 
     def _endpoints(self, endpoints: list[Endpoint], now: float) -> Iterator[Reading]:
         labels = [(endpoint.engine, str(endpoint.rank)) for endpoint in endpoints]
-        loads = [self._load.load(endpoint, now) for endpoint in endpoints]
+        loads = [self._load.own(endpoint) for endpoint in endpoints]
         signals = [self._mirror.signal(endpoint, now) for endpoint in endpoints]
         yield (
             "router_signal_state",
@@ -90,9 +93,9 @@ class Readings:
             ],
         )
         for name, text, values in (
-            ("router_active_requests", "Requests of this router in flight.", [load.active_requests for load in loads]),
-            ("router_active_prefill_tokens", "Uncached prompt tokens not computed yet.", [load.active_prefill_tokens for load in loads]),
-            ("router_active_blocks", "Distinct blocks of requests in flight.", [load.active_blocks for load in loads]),
+            ("router_active_requests", "Requests of this router in flight.", [load.requests for load in loads]),
+            ("router_active_prefill_tokens", "Uncached prompt tokens not computed yet.", [load.prefill_tokens for load in loads]),
+            ("router_active_blocks", "Distinct blocks of requests in flight.", [load.blocks for load in loads]),
             ("router_cached_blocks", "Blocks on the device, by KV events.", [self._caches.size(e, Tier.DEVICE) for e in endpoints]),
             ("router_predicted_blocks", "Blocks believed cached by what was sent.", [self._caches.predicted_size(e) for e in endpoints]),
         ):
@@ -137,6 +140,7 @@ class Readings:
             ("router_mirror_snapshots_total", "Snapshots applied.", "snapshots"),
         ):
             yield name, text, ENDPOINT, [(label, float(getattr(counts, field))) for label, counts in copies.items()]
+        yield "router_peers", "Other routers heard of on the bus.", (), [((), float(0 if self._peers is None else len(self._peers)))]
         yield "router_bus_connected", "Whether the event bus is connected.", (), [((), float(self._bus.connected))]
         yield "router_bus_reconnects_total", "Times the bus was connected again.", (), [((), float(self._bus.counts.reconnects))]
         dropped = self._bus.counts.unsent + self._bus.counts.overflowed

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from discovery.logs import event
@@ -54,11 +53,10 @@ class Added(enum.Enum):
 class Roster:
     """Changes to the fleet."""
 
-    def __init__(self, followed: Followed, fleet: Fleet, load: LoadBook, clock: Callable[[], float]) -> None:
+    def __init__(self, followed: Followed, fleet: Fleet, load: LoadBook) -> None:
         self._followed = followed
         self._fleet = fleet
         self._load = load
-        self._clock = clock
         self._leaving: set[str] = set()
 
     def add(self, spec: EngineSpec) -> Added:
@@ -112,7 +110,7 @@ class Roster:
     def in_flight(self, engine_id: str) -> int:
         """Requests of this router that the engine has not ended."""
         member = self._fleet.members.get(engine_id)
-        return 0 if member is None else sum(self._load.load(endpoint, self._clock()).active_requests for endpoint in member.endpoints)
+        return 0 if member is None else sum(self._load.own(endpoint).requests for endpoint in member.endpoints)
 
     def _forget(self, engine_id: str) -> None:
         self._followed.remove(engine_id)

@@ -71,9 +71,14 @@ class Server:
         """Requests being handled."""
         return len(self._errands)
 
-    async def listen(self, host: str, port: int, ssl_context: ssl.SSLContext | None = None) -> int:
-        """Bind, and return the port bound: the kernel's choice when `port` is 0. Raises OSError."""
-        self._listener = await self.loop.create_server(lambda: ClientConnection(self), host, port, backlog=4096, ssl=ssl_context)
+    async def listen(self, host: str, port: int, ssl_context: ssl.SSLContext | None = None, *, shared: bool = False) -> int:
+        """Bind, and return the port bound: the kernel's choice when `port` is 0. Raises OSError.
+
+        `shared`: other processes listen there too (`router.processes.port`).
+        """
+        self._listener = await self.loop.create_server(
+            lambda: ClientConnection(self), host, port, backlog=4096, ssl=ssl_context, reuse_port=shared or None
+        )
         for listener in self._listener.sockets:  # accepted sockets inherit it
             watch_for_dead_peer(listener, CLIENT_PROBES)
         return int(self._listener.sockets[0].getsockname()[1])

@@ -17,6 +17,7 @@ from discovery.config import Complaint
 from discovery.logs import LogFormat, LogLevel
 from engines.types import EngineSpec
 from router.keys import BadKeys, read_keys
+from router.processes.port import SHARES_PORTS
 
 CACHE_BLIND = frozenset({"round-robin", "random", "least-loaded", "power-of-two", "session"})
 """Policies of ours that never look at the cache, so that nothing about prompts or blocks has an effect with them."""
@@ -46,7 +47,7 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         int,
         Meta(
             ge=1,
-            description="Requests of this router in flight on one endpoint; further ones wait here, in fair order, for whichever engine "
+            description="Requests in flight on one endpoint, of this router and of those that share the bus; further ones wait here, in fair order, for whichever engine "
             "has room first. The default is more than a stock engine runs at once, so it never costs throughput; set it to the engines' "
             "own limit (vLLM's `--max-num-seqs`, SGLang's `--max-running-requests`) to have all waiting done here.",
         ),
@@ -56,9 +57,8 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     ] = 1000
     max_wait_s: Annotated[Seconds, Meta(description="How long a request may wait; then it is answered 429.")] = 10.0
     tenant_header: Annotated[
-        str | None,
+        Text | None,
         Meta(
-            min_length=1,
             description="Header that names on whose behalf a request comes. Tenants that wait take turns. Without it, clients are told "
             "apart by their API keys.",
         ),
@@ -83,6 +83,15 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ()
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "0.0.0.0"  # noqa: S104  a router is there to be reached
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")] = 8080
+    processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=128,
+            description="Router processes that share the port and tell each other what they carry: about one for each core that engines "
+            "leave free. More than one needs Linux.",
+        ),
+    ] = 1
     api_key: Annotated[
         tuple[str, ...],
         Meta(
@@ -166,6 +175,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield Complaint("engine", f"{url} is named {count} times")
         if self.nats is not None and not self.nats.startswith(("nats://", "tls://", "ws://", "wss://")):
             yield Complaint("nats", f"{self.nats!r} must begin with nats://, tls://, ws:// or wss://")
+        if self.processes > 1 and not SHARES_PORTS:
+            yield Complaint("processes", "more than one needs Linux, which alone spreads connections over processes that share a port")
         try:
             read_keys(self.api_key, "item")
         except BadKeys as error:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from discovery.config import Complaint, ConfigError, Loaded, help_text, in_force, load, options, parse_engine_spec, reference
 from engines.types import EngineSpec, Role
+from router.settings import ServeSettings
 
 
 class Inner(msgspec.Struct, frozen=True):
@@ -319,3 +320,14 @@ def test_any_text_is_an_engine_or_a_configuration_error(text: str) -> None:
 def test_any_command_line_and_environment_are_settings_or_a_configuration_error(argv: list[str], environ: dict[str, str]) -> None:
     with suppress(ConfigError):
         assert load(Settings, argv=argv, environ=environ, read_file=lambda path: path).settings
+
+
+def test_serve_s_settings_travel_whole_and_every_bound_of_theirs_can_be_checked() -> None:
+    loaded = load(
+        ServeSettings,
+        argv=["--engine", "http://a:1,api-key=k", "--admission-tenant-header", "x-tenant", "--kv-prefill-load-scale", "2"],
+        environ={},
+        read_file=str,
+    )
+    assert loaded.settings.admission.tenant_header == "x-tenant"
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(loaded.settings), type=ServeSettings) == loaded.settings

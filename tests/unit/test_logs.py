@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import logging
+import select
 
 import msgspec
 import pytest
@@ -129,3 +130,30 @@ def test_A7_no_secret_reaches_a_log_at_any_level(level: LogLevel, form: LogForma
 )
 def test_credentials_inside_text_are_masked_and_nothing_else_is(text: str, shown: str) -> None:
     assert redact_text(text) == shown
+
+
+class Pipe(io.StringIO):
+    """Remembers what was written at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.writes.append(text)
+        return super().write(text)
+
+
+async def test_lines_of_processes_that_share_a_pipe_carry_their_number_and_are_written_in_pieces_that_do_not_mix() -> None:
+    pipe = Pipe()
+    logs.configure("info", "json", pipe, process=3)
+    for number in range(100):
+        event(logger, logging.INFO, "request", number=number, text="ä" * 60)
+    event(logger, logging.INFO, "request", number=100, text="x" * 2 * select.PIPE_BUF)
+    event(logger, logging.WARNING, "and out")
+    assert [line["number"] for line in lines(pipe)[:-1]] == list(range(101))
+    assert {line["process"] for line in lines(pipe)} == {3}
+    sizes = [len(text.encode()) for text in pipe.writes]
+    assert sorted(sizes)[-2] <= select.PIPE_BUF < max(sizes), "only the one line that is longer by itself"
+    assert len(sizes) < 20
+    assert all(text.endswith("\n") for text in pipe.writes)

@@ -55,7 +55,7 @@ def load() -> LoadBook:
 
 @pytest.fixture
 def roster(followed: Followed, fleet: Fleet, load: LoadBook) -> Roster:
-    return Roster(followed, fleet, load, lambda: 0.0)
+    return Roster(followed, fleet, load)
 
 
 def test_an_engine_that_drains_is_not_chosen_and_its_model_is_not_listed(roster: Roster, fleet: Fleet) -> None:

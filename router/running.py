@@ -1,0 +1,97 @@
+"""What does a process that serves do besides serving? It listens, hears signals, says that it is ready, and ends everything it began."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from router.files import Files
+    from router.guards import Guards
+    from router.server import Server
+
+
+class Listening(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a running router is reached."""
+
+    url: str
+    admin: str = ""
+    """The admin API's address; empty without one."""
+
+
+def say_ready(listening: Listening) -> None:
+    """The one line on standard output."""
+    sys.stdout.write(msgspec.json.encode({"ready": True, **msgspec.to_builtins(listening)}).decode() + "\n")
+    sys.stdout.flush()
+
+
+def stopped_by_signals(*numbers: signal.Signals) -> asyncio.Event:
+    """Set by SIGINT or SIGTERM. The first one stops in order; a second one ends at once, as if nobody had handled it."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    numbers = numbers or (signal.SIGINT, signal.SIGTERM)
+
+    def stop_once() -> None:
+        stop.set()
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+    for number in numbers:
+        loop.add_signal_handler(number, stop_once)
+    return stop
+
+
+@contextlib.contextmanager
+def told_by_hangup(files: Files, *others: Callable[[], None]) -> Iterator[None]:
+    """SIGHUP has all files read again, and whoever else is named does what it does then."""
+    loop = asyncio.get_running_loop()
+
+    def hang_up() -> None:
+        files.read_again()
+        for other in others:
+            other()
+
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
+async def listen(server: Server, host: str, port: int, guards: Guards, *, shared: bool = False) -> str:
+    """Listen, with the certificate there is; the URL. Raises OSError."""
+    port = await server.listen(host, port, guards.certificate.listener, shared=shared)
+    return url_of(host, port, guards)
+
+
+def url_of(host: str, port: int, guards: Guards) -> str:
+    """Where a client on this host reaches a listener."""
+    return f"{'http' if guards.certificate.listener is None else 'https'}://{_shown(host)}:{port}"
+
+
+class _Leaving(Exception):
+    """Ends the task group from inside."""
+
+
+@contextlib.asynccontextmanager
+async def cancelled_at_exit() -> AsyncIterator[asyncio.TaskGroup]:
+    """The one task group of the process: leaving ends every task in it, and a task that fails ends the process."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+            raise _Leaving  # noqa: TRY301  the only way to end a task group from inside
+    except* _Leaving:
+        pass
+
+
+def _shown(host: str) -> str:
+    """An address that a client on this host can use."""
+    if host in ("0.0.0.0", "::", ""):  # noqa: S104  compared, not bound
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
