@@ -2,8 +2,8 @@
 
 scripts/bench [--quick] [--only ROW …] [--rounds N] [--seconds S] [--json OUT]
 
-Needs the peers (scripts/peers installs them) and wrk. Rows: proxy, stream, first-byte, kv, kv-shared, real; docs/benchmarks.md says what each
-is and what it does not show.
+Needs the peers (scripts/peers installs them) and wrk. Rows: proxy, stream, first-byte, kv, kv-shared, real, processes, processes-kv;
+docs/benchmarks.md says what each is and what it does not show.
 """
 
 from __future__ import annotations

@@ -76,18 +76,19 @@ class Place(msgspec.Struct, frozen=True):
 Start = Callable[[Place], AbstractAsyncContextManager[Contender]]
 
 
-def commutator(policy: str) -> Start:
+def commutator(policy: str, processes: int = 1) -> Start:
     """Ours, from the environment that this runs in."""
+    called = "commutator" if processes == 1 else f"commutator --processes {processes}"
 
     @contextlib.asynccontextmanager
     async def start(place: Place) -> AsyncIterator[Contender]:
-        name = f"commutator-{policy}"
+        name = f"commutator-{policy}-{processes}"
         flags = [part for url in place.upstream.urls for part in ("--engine", url)]
         command: list[str | Path] = [Path(sys.executable).with_name("commutator"), "serve", "--host", "127.0.0.1", "--port", "0"]
-        command += ["--policy", policy, *flags]
+        command += ["--policy", policy, "--processes", str(processes), *flags]
         async with running(command, place.log(name), says_where=True) as program:
             url = msgspec.json.decode(program.first_line.encode(), type=dict[str, object])["url"]
-            contender = Contender("commutator", str(url), program.pid)
+            contender = Contender(called, str(url), program.pid)
             await _answers(place, contender, program.log)
             await _all_joined(place, contender)
             yield contender

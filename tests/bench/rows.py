@@ -105,6 +105,20 @@ async def proxied(place: Place, contender: Contender, seconds: float, seed: int)
     return measured
 
 
+async def saturated(place: Place, contender: Contender, seconds: float, seed: int) -> Measured:
+    """The same, with enough connections that each of several processes has its share of them."""
+    await plan(place, Plan(chunks=16))
+    _, measured = await loaded(contender, Load(connections=64), place, seconds, seed)
+    return measured
+
+
+async def saturated_kv(place: Place, contender: Contender, seconds: float, seed: int) -> Measured:
+    """The same by KV cache, with the events that it causes."""
+    await plan(place, Plan(chunks=16, kv=True))
+    _, measured = await loaded(contender, Load(connections=64), place, seconds, seed)
+    return measured
+
+
 async def streamed(place: Place, contender: Contender, seconds: float, seed: int) -> Measured:
     """400 streams at once, each of a chunk every 40 ms; measured while all of them run."""
     lasts_s = WARM_S + seconds + 1  # longer than is measured: no stream begins or ends meanwhile
@@ -208,6 +222,18 @@ ROWS = {
             real_vllm,
         ),
         Row("kv-shared", "by KV cache, the first 1,200 of 1,600 tokens shared by one request in eight", KV, routed_shared),
+        Row(
+            "processes",
+            "one process against two, round-robin, streams of 16 chunks, 64 connections",
+            (commutator("round-robin"), commutator("round-robin", 2)),
+            saturated,
+        ),
+        Row(
+            "processes-kv",
+            "one process against two, by KV cache, fresh prompts of 1,600 tokens, live events, 64 connections",
+            (commutator("kv"), commutator("kv", 2)),
+            saturated_kv,
+        ),
     )
 }
 
