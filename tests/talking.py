@@ -29,18 +29,26 @@ class Asked(NamedTuple):
     continuous: bool = False
     ends: bool = False
     """It may end by itself."""
+    draw: int = 0
+    """What else its tokens follow from, where they are drawn."""
 
 
-def following(ids: Sequence[int], *, ends: bool) -> int:
+def following(ids: Sequence[int], asked: Asked) -> int:
     """The token behind `ids`."""
-    return zlib.crc32(bytes(ids)) % (len(PIECES) + ends)
+    return zlib.crc32(bytes(ids), asked.draw) % (len(PIECES) + asked.ends)
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """What tokens say, up to the last whole character."""
+    text = b"".join(PIECES[token] for token in tokens if token != END_TOKEN).decode("utf-8", "replace")
+    return text.rstrip("\ufffd")
 
 
 def generated(asked: Asked) -> list[int]:
     """All the engine would say, stop strings aside."""
     ids = list(asked.prompt)
     for _ in range(asked.limit):
-        ids.append(following(ids, ends=asked.ends))
+        ids.append(following(ids, asked))
         if ids[-1] == END_TOKEN:
             break
     return ids[len(asked.prompt) :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 
 import msgspec
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from engines.types import EngineKind
 from router.resume import Obstacle, Plan, decide
 from router.routes import INFERENCE
 from router.transcript import Transcript
-from tests.talking import Asked, events, heard, read_back
+from tests.talking import END_TOKEN, Asked, events, heard, read_back, text_of
 
 CHAT, COMPLETION = INFERENCE[b"/v1/chat/completions"], INFERENCE[b"/v1/completions"]
 
@@ -27,6 +28,7 @@ def requests(*, stops: st.SearchStrategy[tuple[str, ...]] = st.just(())) -> st.S
         usage=st.booleans(),
         continuous=st.booleans(),
         ends=st.booleans(),
+        draw=st.just(0),
     )
 
 
@@ -48,26 +50,33 @@ def cut_up(stream: bytes, rng: random.Random) -> list[bytes]:
     return pieces
 
 
-def told(asked: Asked, temperature: float, breaks: list[float], seed: int) -> bytes | Obstacle:
-    """What a client gets from engines that die, one after the other, after such a part of what they would have said."""
+class Told(NamedTuple):
+    """What a client gets from engines that die, one after the other."""
+
+    stream: bytes
+    tokens: list[int]
+    """Behind the text, as far as they are known."""
+
+
+def told(asked: Asked, temperature: float, breaks: list[float], seed: int) -> Told | Obstacle:
+    """Each engine dies after such a part of what it would have said."""
     rng = random.Random(seed)
     transcript = Transcript(planned(asked, temperature))
     given, now = b"", asked
     for number, part in enumerate([*breaks, None]):
+        now = now._replace(draw=number if temperature else 0)
         stream = b"".join(events(now, rng=rng, name=f"engine {number}"))
         for piece in cut_up(stream if part is None else stream[: int(part * len(stream))], rng):
             given += transcript.feed(piece)
             assert not transcript.failure
-        if part is None or transcript.done:
-            return given
-        if transcript.finished:
-            return given + transcript.closing()
+        if part is None or transcript.done or transcript.finished:
+            break
         body = transcript.resume()
         if isinstance(body, Obstacle):
             return body
         if transcript._prompt is not None:
             now = read_back(body, now)
-    raise AssertionError
+    return Told(given + transcript.closing(), transcript._ids.tolist())
 
 
 def undisturbed(asked: Asked) -> bytes:
@@ -80,22 +89,29 @@ BREAKS = st.lists(st.floats(0, 1), max_size=4)
 @settings(max_examples=400)
 @given(asked=requests(stops=st.lists(st.text("ab é語\n", min_size=1, max_size=4), max_size=2).map(tuple)), breaks=BREAKS, seed=st.integers())
 def test_at_temperature_0_the_text_is_the_same_with_stop_strings_and_half_characters(asked: Asked, breaks: list[float], seed: int) -> None:
-    stream = told(asked, 0, breaks, seed)
-    assert isinstance(stream, bytes), stream
-    client, expected = heard(stream), heard(undisturbed(asked))
+    answer = told(asked, 0, breaks, seed)
+    assert isinstance(answer, Told), answer
+    client, expected = heard(answer.stream), heard(undisturbed(asked))
     assert client._replace(heads=set()) == expected._replace(heads=set())
     assert len(client.heads) == 1
 
 
 @settings(max_examples=400)
 @given(asked=requests(), breaks=BREAKS, seed=st.integers())
-def test_sampled_text_goes_on_from_the_tokens_delivered_or_not_at_all(asked: Asked, breaks: list[float], seed: int) -> None:
-    """Here the next token follows from those before it, so that a continuation from any others would show."""
-    stream = told(asked, 1, breaks, seed)
-    if isinstance(stream, Obstacle):
-        assert stream is Obstacle.UNCERTAIN
-    else:
-        assert heard(stream)._replace(heads=set()) == heard(undisturbed(asked))._replace(heads=set())
+def test_sampled_text_goes_on_from_the_tokens_behind_what_was_delivered_or_not_at_all(
+    asked: Asked, breaks: list[float], seed: int
+) -> None:
+    answer = told(asked, 1, breaks, seed)
+    if isinstance(answer, Obstacle):
+        assert answer is Obstacle.UNCERTAIN
+        return
+    client = heard(answer.stream)
+    assert client.done
+    assert client.text.rstrip("\ufffd") == text_of(answer.tokens)
+    assert client.finish == ("stop" if END_TOKEN in answer.tokens else "length")
+    if asked.usage:
+        assert client.usage is not None
+        assert (client.usage["prompt_tokens"], client.usage["completion_tokens"]) == (len(asked.prompt), len(answer.tokens))
 
 
 @given(asked=requests(), seed=st.integers())
