@@ -51,6 +51,14 @@ class Break(msgspec.Struct, frozen=True, tag_field="fault", tag="break"):
 
     after_chunks: int = 0
     end: End = End.RESET
+    bytes_more: int = 0
+    """So much of the next event is sent too."""
+
+
+class Fail(msgspec.Struct, frozen=True, tag_field="fault", tag="fail"):
+    """A stream that, after so many events, reports an error and ends in order: vLLM's way to say that the process that computes is dead."""
+
+    after_chunks: int
 
 
 class Delay(msgspec.Struct, frozen=True, tag_field="fault", tag="delay"):
@@ -59,7 +67,7 @@ class Delay(msgspec.Struct, frozen=True, tag_field="fault", tag="delay"):
     head_s: float
 
 
-HttpFault = Answer | Raw | Break | Delay
+HttpFault = Answer | Raw | Break | Fail | Delay
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

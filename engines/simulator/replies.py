@@ -56,8 +56,8 @@ class Reply:
         for index in range(len(self._sequences)):
             choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
             body = self._chunk([choice])
-            if self._ask.return_token_ids:
-                body["prompt_token_ids"] = self._ask.prompts[0]
+            if self._kind is EngineKind.VLLM:
+                body |= {"prompt_token_ids": self._ask.prompts[0] if self._ask.return_token_ids else None, "prompt_text": None}
             chunks.append(event(body))
         return b"".join(chunks)
 
@@ -75,12 +75,10 @@ class Reply:
             choice["text"] = text
         choice["logprobs"] = None
         choice["finish_reason"] = self._sequences[token.index].prompt.ending if token.last else None
-        if token.last:
+        if token.last or (self._ask.shape is Shape.COMPLETION and self._kind is EngineKind.VLLM):
             choice["stop_reason"] = None
-        if self._ask.return_token_ids:
-            choice["token_ids"] = [token.id]
-            if self._ask.shape is Shape.COMPLETION and self._streamed[token.index] == 1:
-                choice["prompt_token_ids"] = self._sequences[token.index].prompt.tokens
+        if self._ask.return_token_ids or self._kind is EngineKind.VLLM:
+            choice |= self._ids_of(token)
         return event(self._chunk([choice]))
 
     def closing(self) -> bytes:
@@ -117,6 +115,15 @@ class Reply:
             if self._ask.shape is Shape.COMPLETION or self._kind is EngineKind.SGLANG:
                 choice["prompt_token_ids"] = sequence.prompt.tokens
         return choice
+
+    def _ids_of(self, token: Token) -> dict[str, Any]:
+        """The ids in a token's event, which are null where nobody has asked for them."""
+        told = self._ask.return_token_ids
+        fields: dict[str, Any] = {}
+        if self._ask.shape is Shape.COMPLETION:
+            first = told and self._streamed[token.index] == 1
+            fields["prompt_token_ids"] = self._sequences[token.index].prompt.tokens if first else None
+        return fields | {"token_ids": [token.id] if told else None}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         body = dict(self._head)

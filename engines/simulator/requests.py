@@ -159,6 +159,8 @@ class Reader:
             and self._kind is EngineKind.VLLM
         ):
             raise Refusal(400, "Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+        if asked.stream and asked.return_token_ids and self._kind is EngineKind.SGLANG:
+            raise Refusal(400, "return_token_ids is not supported with streaming on chat completions. Please set stream=false.")
         given = asked.input_ids if self._kind is EngineKind.SGLANG else _given_ids(asked.kv_transfer_params)
         ids = self._text.encode(self._render(fields)) if given is None else given
         limit = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens

@@ -15,9 +15,9 @@ from aiohttp import web
 from engines.simulator import connections
 from engines.simulator.about import About, Handler
 from engines.simulator.core import Feed
-from engines.simulator.faults import Answer, Break, Delay, Raw, Script
+from engines.simulator.faults import Answer, Break, Delay, Fail, Raw, Script
 from engines.simulator.parts import Parts, Recorded
-from engines.simulator.replies import Head, Reply
+from engines.simulator.replies import DONE, Head, Reply, event
 from engines.simulator.requests import Ask, Reader, Refusal, decoded
 from engines.types import EngineKind
 
@@ -28,6 +28,8 @@ _SSE = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no
 
 _RECORD = web.RequestKey("record", Recorded)
 _BREAK = web.RequestKey("break", Break)
+_FAIL = web.RequestKey("fail", Fail)
+_FAILURE = {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "param": None, "code": 500}
 
 
 class EngineServer:
@@ -118,6 +120,8 @@ class EngineServer:
                 await connections.end(request, how)
             case Break():
                 request[_BREAK] = fault
+            case Fail():
+                request[_FAIL] = fault
             case Delay(head_s):
                 await asyncio.sleep(head_s)
         return await handler(request)
@@ -159,19 +163,29 @@ class EngineServer:
         await response.prepare(request)
         record: Recorded = request[_RECORD]
         broken: Break | None = request.get(_BREAK)
+        failing: Fail | None = request.get(_FAIL)
         opening = reply.opening()
         while feed.left:
             pieces = [reply.piece(token) for token in await feed.take()]
             if opening:
                 pieces.insert(0, opening)
                 opening = b""
-            left = None if broken is None else broken.after_chunks - record.chunks
+            fault = broken or failing
+            left = None if fault is None else fault.after_chunks - record.chunks
             sent = pieces[:left]
             record.chunks += len(sent)
             await response.write(b"".join(sent))
             if broken is not None and record.chunks >= broken.after_chunks:
                 record.outcome = "faulted"
+                if broken.bytes_more:
+                    following = pieces[len(sent) :] or [reply.piece(token) for token in await feed.take()] or [reply.closing()]
+                    await response.write(following[0][: broken.bytes_more])
                 await connections.end(request, broken.end)
+            if failing is not None and record.chunks >= failing.after_chunks:
+                record.outcome = "faulted"
+                await response.write(event({"error": _FAILURE}) + DONE)
+                await response.write_eof()
+                return response
         await response.write(reply.closing())
         await response.write_eof()
         return response
