@@ -98,6 +98,8 @@ class Transcript:
         self._plan = plan
         self._partial = b""
         """The beginning of an event."""
+        self._unframed = False
+        """Where its events end is not known."""
         self._withheld = b""
         """What the client will get if nobody goes on."""
         self._head: dict[str, Raw] = {}
@@ -124,10 +126,9 @@ class Transcript:
         data = self._partial + data
         end = data.rfind(END) + len(END)
         if end < len(END):
+            if len(data) > MAX_EVENT_BYTES or b"\r" in data or self._unframed:
+                return self._pass_unframed(data)
             end = 0
-            if len(data) > MAX_EVENT_BYTES or b"\r" in data:
-                self.obstacle = self.obstacle or Obstacle.UNREADABLE
-                end = len(data)
         self._partial = data[end:]
         return b"".join([self._event(event) for event in data[:end].split(END) if event])
 
@@ -165,6 +166,10 @@ class Transcript:
 
     # inside
 
+    def _pass_unframed(self, data: bytes) -> bytes:
+        self._unframed, self._partial = True, b""
+        return self._unreadable(data, b"")
+
     def _event(self, event: bytes) -> bytes:
         """One event, without its end."""
         if self.failure:
@@ -185,11 +190,11 @@ class Transcript:
             return self._diverged("does not take up the tokens that were delivered")
         return self._passed(event, read)
 
-    def _unreadable(self, event: bytes) -> bytes:
+    def _unreadable(self, event: bytes, end: bytes = END) -> bytes:
         if self._resumed:
             return self._diverged("tells its stream in a form that is not known")
         self.obstacle = self.obstacle or Obstacle.UNREADABLE
-        return _IDS.sub(_WITHOUT_IDS, event) + END
+        return _IDS.sub(_WITHOUT_IDS, event) + end
 
     def _introduces(self, event: bytes, read: _Event) -> bool:
         """Take the prompt's ids from an engine's first event, or compare them."""

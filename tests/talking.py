@@ -13,7 +13,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-PIECES = (b"a", b"b", b"c ", b"ab", b" ", b"\n", "é".encode(), "é".encode()[:1], "é".encode()[1:], "語".encode()[:2], "語".encode()[2:], b"")
+PIECES = (
+    b"a",
+    b"b",
+    b"c ",
+    b"ab",
+    b" ",
+    b"\n",
+    "é".encode(),
+    "é".encode()[:1],
+    "é".encode()[1:],
+    "語".encode()[:2],
+    "語".encode()[2:],
+    b"",
+)
 """Token id → its bytes; the last one is special, and is no text."""
 END_TOKEN = len(PIECES)
 

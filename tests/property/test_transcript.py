@@ -18,7 +18,10 @@ from tests.talking import END_TOKEN, Asked, events, heard, read_back, text_of
 CHAT, COMPLETION = INFERENCE[b"/v1/chat/completions"], INFERENCE[b"/v1/completions"]
 
 
-def requests(*, stops: st.SearchStrategy[tuple[str, ...]] = st.just(())) -> st.SearchStrategy[Asked]:
+NO_STOPS: st.SearchStrategy[tuple[str, ...]] = st.just(())
+
+
+def requests(*, stops: st.SearchStrategy[tuple[str, ...]] = NO_STOPS) -> st.SearchStrategy[Asked]:
     return st.builds(
         Asked,
         prompt=st.lists(st.integers(0, 255), min_size=1, max_size=5).map(tuple),
@@ -87,7 +90,9 @@ BREAKS = st.lists(st.floats(0, 1), max_size=4)
 
 
 @settings(max_examples=400)
-@given(asked=requests(stops=st.lists(st.text("ab é語\n", min_size=1, max_size=4), max_size=2).map(tuple)), breaks=BREAKS, seed=st.integers())
+@given(
+    asked=requests(stops=st.lists(st.text("ab é語\n", min_size=1, max_size=4), max_size=2).map(tuple)), breaks=BREAKS, seed=st.integers()
+)
 def test_at_temperature_0_the_text_is_the_same_with_stop_strings_and_half_characters(asked: Asked, breaks: list[float], seed: int) -> None:
     answer = told(asked, 0, breaks, seed)
     assert isinstance(answer, Told), answer
@@ -98,9 +103,7 @@ def test_at_temperature_0_the_text_is_the_same_with_stop_strings_and_half_charac
 
 @settings(max_examples=400)
 @given(asked=requests(), breaks=BREAKS, seed=st.integers())
-def test_sampled_text_goes_on_from_the_tokens_behind_what_was_delivered_or_not_at_all(
-    asked: Asked, breaks: list[float], seed: int
-) -> None:
+def test_sampled_text_goes_on_from_the_tokens_behind_what_was_delivered_or_not_at_all(asked: Asked, breaks: list[float], seed: int) -> None:
     answer = told(asked, 1, breaks, seed)
     if isinstance(answer, Obstacle):
         assert answer is Obstacle.UNCERTAIN
