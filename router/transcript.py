@@ -14,7 +14,6 @@ An event is passed on when it is whole, so that what breaks off within one was n
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections import deque
 from typing import Annotated, Any, Final, NamedTuple
@@ -31,10 +30,8 @@ END: Final = b"\n\n"
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
 """The ids of a million tokens of prompt fit; what is longer is passed on unread."""
 
-_IDS: Final = re.compile(rb'"(prompt_)?token_ids":\s*\[[0-9,\s]*\]')
-"""Whole fields: within a JSON string their quotes would be escaped."""
-_WITHOUT_IDS: Final = rb'"\1token_ids":null'
-
+_IDS: Final = b'token_ids":['
+"""The end of a field's name, with what follows: within a JSON string its quote would be escaped."""
 
 _Id = Annotated[int, Meta(ge=0, lt=2**32)]
 
@@ -134,7 +131,7 @@ class Transcript:
 
     def rest(self) -> bytes:
         """What has come and was not passed on, for a client that will get no other end."""
-        return b"" if self.obstacle is Obstacle.DIVERGED else self._withheld + _IDS.sub(_WITHOUT_IDS, self._partial)
+        return b"" if self.obstacle is Obstacle.DIVERGED else self._withheld + _without_ids(self._partial)
 
     def resume(self) -> bytes | Obstacle:
         """The body for another engine, whose stream is to be fed next; or why there is none."""
@@ -173,7 +170,7 @@ class Transcript:
     def _event(self, event: bytes) -> bytes:
         """One event, without its end."""
         if self.failure:
-            self._withheld += _IDS.sub(_WITHOUT_IDS, event) + END
+            self._withheld += _without_ids(event) + END
             return b""
         if not event.startswith(b"data: {"):
             self.done = self.done or event == b"data: [DONE]"
@@ -184,7 +181,7 @@ class Transcript:
             return self._unreadable(event)
         if self.obstacle is None and (failure := _failure(read)):
             self.failure = failure
-            self._withheld = _IDS.sub(_WITHOUT_IDS, event) + END
+            self._withheld = _without_ids(event) + END
             return b""
         if not self._introduced and self.obstacle is None and read.error is None and not self._introduces(event, read):
             return self._diverged("does not take up the tokens that were delivered")
@@ -194,7 +191,7 @@ class Transcript:
         if self._resumed:
             return self._diverged("tells its stream in a form that is not known")
         self.obstacle = self.obstacle or Obstacle.UNREADABLE
-        return _IDS.sub(_WITHOUT_IDS, event) + end
+        return _without_ids(event) + end
 
     def _introduces(self, event: bytes, read: _Event) -> bool:
         """Take the prompt's ids from an engine's first event, or compare them."""
@@ -213,7 +210,7 @@ class Transcript:
         """An event of text, of usage, or of none of both."""
         choice = read.choices[0] if read.choices else None
         if self.obstacle is not None or choice is None:
-            return self._adapted(event, read, None) if self._resumed else _IDS.sub(_WITHOUT_IDS, event) + END
+            return self._adapted(event, read, None) if self._resumed else _without_ids(event) + END
         text = (choice.delta.content if choice.text is None else choice.text) or ""
         self.obstacle = _unusual(read, choice, text)
         if self.obstacle is not None and self._said < self._delivered:
@@ -227,7 +224,7 @@ class Transcript:
         if self.finished and self._said < self._delivered:
             return self._diverged("ends before what was delivered")
         if not self._resumed:
-            return _IDS.sub(_WITHOUT_IDS, event) + END
+            return _without_ids(event) + END
         opens = read.prompt_token_ids is not None and not choice.token_ids  # a chat's first event, which the client has
         if opens or (again == len(text) > 0 and not self.finished):
             return b""
@@ -244,10 +241,13 @@ class Transcript:
         if not new:
             return
         self._delivered += len(new)
+        if certain := tokens == 1 and (self._plan.kind is EngineKind.VLLM or _ends_clean(new)):
+            self._marks.append(_Mark(len(self._ids), self._said + self._plan.held_back))
+        if certain and not self._plan.held_back:  # as usual
+            self._marks.popleft()
+            self._behind.clear()
+            return
         self._behind.append(new)
-        held_back = self._plan.held_back
-        if tokens == 1 and (self._plan.kind is EngineKind.VLLM or _ends_clean(new)):
-            self._marks.append(_Mark(len(self._ids), self._said + held_back))
         while len(self._marks) > 1 and self._marks[1].chars <= self._delivered:
             cut = self._marks[1].chars - self._marks.popleft().chars
             self._behind = [left] if (left := "".join(self._behind)[cut:]) else []
@@ -270,7 +270,7 @@ class Transcript:
             fields["choices"] = Raw(msgspec.json.encode(choices))
         if read.usage is not None and self._prompt is not None:
             fields["usage"] = Raw(msgspec.json.encode(self._summed(read.usage, len(self._prompt))))
-        return _IDS.sub(_WITHOUT_IDS, _written(fields))
+        return _without_ids(_written(fields))
 
     def _summed(self, usage: dict[str, Any], prompt: int) -> dict[str, Any]:
         """Token counts of a later engine, whose prompt was longer and whose answer shorter, as those of the whole."""
@@ -304,6 +304,18 @@ def _failure(read: _Event) -> str:
 def _ends_clean(text: str) -> bool:
     """Whether SGLang has nothing left of a token: of an unfinished character it gives what stands before, up to a space or an ideograph."""
     return text[-1].isascii() and not text[-1].isspace()
+
+
+def _without_ids(event: bytes) -> bytes:
+    """The event as it had been if nobody had asked for ids: vLLM then says null."""
+    at = event.rfind(_IDS)
+    while at >= 0:
+        end = event.find(b"]", at) + 1
+        if not end:
+            break  # cut off
+        event = b"%bnull%b" % (event[: at + len(_IDS) - 1], event[end:])
+        at = event.rfind(_IDS, 0, at)
+    return event
 
 
 def _count(value: object) -> int:

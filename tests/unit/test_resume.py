@@ -20,7 +20,7 @@ def chat(**fields: object) -> Plan | Obstacle | None:
     return decide(CHAT, msgspec.json.encode(body), EngineKind.VLLM)
 
 
-def completion(*, kind: EngineKind = EngineKind.VLLM, **fields: Any) -> Plan | Obstacle | None:
+def completion(*, kind: EngineKind = EngineKind.VLLM, **fields: Any) -> Plan | Obstacle | None:  # noqa: ANN401  JSON
     return decide(COMPLETION, msgspec.json.encode({"model": "m", "prompt": "hello", "stream": True} | fields), kind)
 
 
