@@ -87,7 +87,7 @@ class Transcript:
         self.obstacle: Obstacle | None = None
         """Why it will not go on elsewhere."""
         self.failure = ""
-        """What is wrong with the engine that is speaking, though its connection is not broken: nothing of it is passed on any more."""
+        """What is wrong with the engine that is speaking, though its connection is not broken: nothing more of it is passed on."""
         self.finished = False
         """All text has been given."""
         self.done = False
@@ -97,8 +97,6 @@ class Transcript:
         """The beginning of an event."""
         self._unframed = False
         """Where its events end is not known."""
-        self._withheld = b""
-        """What the client will get if nobody goes on."""
         self._head: dict[str, Raw] = {}
         """By what the client knows the answer: its id, and when it was made."""
         self._prompt: list[int] | None = None
@@ -130,8 +128,8 @@ class Transcript:
         return b"".join([self._event(event) for event in data[:end].split(END) if event])
 
     def rest(self) -> bytes:
-        """What has come and was not passed on, for a client that will get no other end."""
-        return b"" if self.obstacle is Obstacle.DIVERGED else self._withheld + _without_ids(self._partial)
+        """What came last, where a stream has ended within an event."""
+        return self._without_ids(self._partial)
 
     def resume(self) -> bytes | Obstacle:
         """The body for another engine, whose stream is to be fed next; or why there is none."""
@@ -141,7 +139,7 @@ class Transcript:
         if self._behind and not self._plan.greedy:
             return Obstacle.UNCERTAIN
         self.failure = ""
-        self._partial = self._withheld = b""
+        self._partial = b""
         self._resumed, self._introduced = self._prompt is not None, False
         if self._prompt is None:  # nothing has come yet
             return self._plan.first()
@@ -170,7 +168,6 @@ class Transcript:
     def _event(self, event: bytes) -> bytes:
         """One event, without its end."""
         if self.failure:
-            self._withheld += _without_ids(event) + END
             return b""
         if not event.startswith(b"data: {"):
             self.done = self.done or event == b"data: [DONE]"
@@ -181,7 +178,6 @@ class Transcript:
             return self._unreadable(event)
         if self.obstacle is None and (failure := _failure(read)):
             self.failure = failure
-            self._withheld = _without_ids(event) + END
             return b""
         if not self._introduced and self.obstacle is None and read.error is None and not self._introduces(event, read):
             return self._diverged("does not take up the tokens that were delivered")
@@ -191,7 +187,7 @@ class Transcript:
         if self._resumed:
             return self._diverged("tells its stream in a form that is not known")
         self.obstacle = self.obstacle or Obstacle.UNREADABLE
-        return _without_ids(event) + end
+        return self._without_ids(event) + end
 
     def _introduces(self, event: bytes, read: _Event) -> bool:
         """Take the prompt's ids from an engine's first event, or compare them."""
@@ -210,7 +206,7 @@ class Transcript:
         """An event of text, of usage, or of none of both."""
         choice = read.choices[0] if read.choices else None
         if self.obstacle is not None or choice is None:
-            return self._adapted(event, read, None) if self._resumed else _without_ids(event) + END
+            return self._adapted(event, read, None) if self._resumed else self._without_ids(event) + END
         text = (choice.delta.content if choice.text is None else choice.text) or ""
         self.obstacle = _unusual(read, choice, text)
         if self.obstacle is not None and self._said < self._delivered:
@@ -224,7 +220,7 @@ class Transcript:
         if self.finished and self._said < self._delivered:
             return self._diverged("ends before what was delivered")
         if not self._resumed:
-            return _without_ids(event) + END
+            return self._without_ids(event) + END
         opens = read.prompt_token_ids is not None and not choice.token_ids  # a chat's first event, which the client has
         if opens or (again == len(text) > 0 and not self.finished):
             return b""
@@ -270,7 +266,21 @@ class Transcript:
             fields["choices"] = Raw(msgspec.json.encode(choices))
         if read.usage is not None and self._prompt is not None:
             fields["usage"] = Raw(msgspec.json.encode(self._summed(read.usage, len(self._prompt))))
-        return _without_ids(_written(fields))
+        return self._without_ids(_written(fields))
+
+    def _without_ids(self, event: bytes) -> bytes:
+        """The event as it had been if nobody had asked for ids: vLLM then says null, and SGLang nothing."""
+        at = event.rfind(_IDS)
+        while at >= 0:
+            end = event.find(b"]", at) + 1
+            if not end:
+                break  # cut off
+            if self._plan.kind is EngineKind.VLLM:
+                event = b"%bnull%b" % (event[: at + len(_IDS) - 1], event[end:])
+            else:
+                event = event[: event.rfind(b",", 0, at)] + event[end:]
+            at = event.rfind(_IDS, 0, at)
+        return event
 
     def _summed(self, usage: dict[str, Any], prompt: int) -> dict[str, Any]:
         """Token counts of a later engine, whose prompt was longer and whose answer shorter, as those of the whole."""
@@ -304,18 +314,6 @@ def _failure(read: _Event) -> str:
 def _ends_clean(text: str) -> bool:
     """Whether SGLang has nothing left of a token: of an unfinished character it gives what stands before, up to a space or an ideograph."""
     return text[-1].isascii() and not text[-1].isspace()
-
-
-def _without_ids(event: bytes) -> bytes:
-    """The event as it had been if nobody had asked for ids: vLLM then says null."""
-    at = event.rfind(_IDS)
-    while at >= 0:
-        end = event.find(b"]", at) + 1
-        if not end:
-            break  # cut off
-        event = b"%bnull%b" % (event[: at + len(_IDS) - 1], event[end:])
-        at = event.rfind(_IDS, 0, at)
-    return event
 
 
 def _count(value: object) -> int:

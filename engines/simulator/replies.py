@@ -77,8 +77,7 @@ class Reply:
         choice["finish_reason"] = self._sequences[token.index].prompt.ending if token.last else None
         if token.last or (self._ask.shape is Shape.COMPLETION and self._kind is EngineKind.VLLM):
             choice["stop_reason"] = None
-        if self._ask.return_token_ids or self._kind is EngineKind.VLLM:
-            choice |= self._ids_of(token)
+        choice |= self._ids_of(token)
         return event(self._chunk([choice]))
 
     def closing(self) -> bytes:
@@ -117,13 +116,14 @@ class Reply:
         return choice
 
     def _ids_of(self, token: Token) -> dict[str, Any]:
-        """The ids in a token's event, which are null where nobody has asked for them."""
+        """The ids in a token's event. Where there are none to tell, vLLM says null, and SGLang nothing."""
         told = self._ask.return_token_ids
-        fields: dict[str, Any] = {}
+        ids: dict[str, Any] = {"token_ids": [token.id] if told else None}
         if self._ask.shape is Shape.COMPLETION:
             first = told and self._streamed[token.index] == 1
-            fields["prompt_token_ids"] = self._sequences[token.index].prompt.tokens if first else None
-        return fields | {"token_ids": [token.id] if told else None}
+            prompt = {"prompt_token_ids": self._sequences[token.index].prompt.tokens if first else None}
+            ids = prompt | ids if self._kind is EngineKind.VLLM else ids | prompt
+        return ids if self._kind is EngineKind.VLLM else {name: value for name, value in ids.items() if value is not None}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         body = dict(self._head)

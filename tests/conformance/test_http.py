@@ -115,6 +115,29 @@ async def test_token_ids_are_returned_on_request(client: Client, engine: Engine)
         assert chat["prompt_token_ids"] == await client.tokens_of_chat(HELLO)
 
 
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_completions_stream_tells_the_ids_behind_its_text_on_request(client: Client, engine: Engine, told: bool) -> None:
+    prompt = client.ids(0.5)
+    answer = await client.complete(prompt, max_tokens=4, stream=True, return_token_ids=told)
+    choices = [msgspec.json.decode(event)["choices"][0] for event in answer.events[:-1]]
+    assert [choice.get("prompt_token_ids") for choice in choices] == [prompt if told else None] + [None] * (len(choices) - 1)
+    assert all(("token_ids" in choice) == (told or engine.kind == "vllm") for choice in choices)
+    ids = [token for choice in choices for token in choice.get("token_ids") or ()]
+    again = await client.complete(prompt + ids[:2], max_tokens=2, return_token_ids=True) if told else None
+    assert len(ids) == 4 * told
+    assert again is None or again.json["choices"][0]["token_ids"] == ids[2:]
+
+
+async def test_a_chat_stream_tells_the_ids_behind_its_text_if_it_can(client: Client, engine: Engine) -> None:
+    answer = await client.chat(HELLO, max_tokens=4, stream=True, return_token_ids=True)
+    if engine.kind == "sglang":
+        assert answer.status == 400
+        return
+    first, *chunks = [msgspec.json.decode(event) for event in answer.events[:-1]]
+    assert first["prompt_token_ids"] == await client.tokens_of_chat(HELLO)
+    assert len([token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]) == 4
+
+
 async def test_a_chat_takes_ids_that_were_made_elsewhere(client: Client, engine: Engine) -> None:
     ids = client.ids(2.5)
     given = {"kv_transfer_params": {"prompt_token_ids": ids}} if engine.kind == "vllm" else {"input_ids": ids}

@@ -99,7 +99,6 @@ def test_text_that_does_not_come_again_is_the_end() -> None:
     asked(transcript)
     assert transcript.feed(opening([*PROMPT, 1], "another") + said("x", [2], "another") + said("y", [3], "another")) == b""
     assert "repeat" in transcript.failure
-    assert transcript.rest() == b""
     assert transcript.resume() is Obstacle.DIVERGED
 
 
@@ -194,7 +193,6 @@ def test_an_engine_whose_core_has_died_says_so_in_order_and_is_not_heard_if_anot
     assert transcript.feed(event(FAILED) + DONE) == b""
     assert "EngineCore encountered" in transcript.failure
     assert not transcript.done
-    assert transcript.rest() == event(FAILED) + DONE
     assert asked(transcript)["max_tokens"] == 99
     assert transcript.failure == ""
     assert transcript.feed(opening([*PROMPT, 1], "another") + said("b", [2], "another")) == said("b", None)
@@ -204,7 +202,7 @@ def test_an_engine_whose_core_has_died_says_so_in_order_and_is_not_heard_if_anot
 def test_a_request_that_an_engine_gave_up_may_go_on_elsewhere() -> None:
     transcript = begun(said("a", [1]))
     assert transcript.feed(said("", [], finish="abort") + DONE) == b""
-    assert transcript.rest() == said("", None, finish="abort").replace(b"null}]", b"null}]") + DONE
+    assert transcript.failure
     assert isinstance(transcript.resume(), bytes)
 
 
@@ -245,7 +243,8 @@ def test_usage_is_that_of_the_whole() -> None:
 @pytest.mark.parametrize(("text", "certain"), [("a", True), ("é", False), ("a ", False), ("\n", False), ("語", False), (" .", True)])
 def test_sglang_may_give_a_part_of_what_a_token_says(text: str, certain: bool) -> None:
     transcript = Transcript(plan(chat=False, kind=EngineKind.SGLANG, temperature=1))
-    choice = {"index": 0, "text": text, "finish_reason": None, "token_ids": [1], "prompt_token_ids": PROMPT}
-    transcript.feed(event({"id": "one", "created": 3, "choices": [choice]}))
+    choice = {"index": 0, "text": text, "finish_reason": None}
+    got = transcript.feed(event({"id": "one", "created": 3, "choices": [choice | {"token_ids": [1], "prompt_token_ids": PROMPT}]}))
+    assert got == event({"id": "one", "created": 3, "choices": [choice]})
     body = transcript.resume()
     assert isinstance(body, bytes) if certain else body is Obstacle.UNCERTAIN
