@@ -70,6 +70,9 @@ class Metrics:
         self._decisions = Count("router_decisions", "Routing decisions by policy and reason.", ("policy", "reason"))
         self._retries = Count("router_retries", "Requests sent again, by what had failed.", ("failure",))
         self._broken = Count("router_broken_answers", "Answers that broke off after they had begun, by what had failed.", ("failure",))
+        self._resumes = Count(
+            "router_resumes", "Streams whose engine failed, by what came of it, while streams may be resumed.", ("outcome",)
+        )
         self._timeouts = Count("router_timeouts", "Engines that took too long, by what for.", ("stage",))
         self._timeouts.start(("connect",), ("response_head",), ("idle_stream",))
         self._admission_wait = Distribution(
@@ -109,6 +112,10 @@ class Metrics:
     def broke_off(self, failure: str) -> None:
         """Count an answer whose client had to be told that it is not whole."""
         self._broken.add((failure,))
+
+    def resumed(self, outcome: str) -> None:
+        """Count a stream whose engine failed, by what came of it."""
+        self._resumes.add((outcome,))
 
     def first_token(self, seconds: float) -> None:
         """A streamed answer has begun."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from discovery.logs import event
@@ -19,7 +19,8 @@ from router.admission import Reason, Shed
 from router.gate import Visit
 from router.metrics import REASONS, ROUTES
 from router.relay import Relay
-from router.retry import Answered, Attempt, End, Next, Verdict, judge
+from router.resumption import COMPLETED, Resumption
+from router.retry import Answered, Attempt, Next, Verdict, judge
 from router.routes import INFERENCE
 from router.scheduling.scheduler import NoCandidate, PolicyError
 
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 class Trip:
     """What there will be to say about a request at its end."""
 
-    __slots__ = ("asked", "choice", "failure", "first_token_at", "left", "relay", "started", "tries")
+    __slots__ = ("asked", "choice", "failure", "first_token_at", "left", "relay", "resumption", "started", "tries")
 
     def __init__(self, started: float) -> None:
         self.started = started
@@ -55,6 +56,8 @@ class Trip:
         self.choice: Choice | None = None
         """The latest one."""
         self.relay: Relay | None = None
+        self.resumption: Resumption | None = None
+        """Where streams may go on on another engine."""
         self.first_token_at: float | None = None
         self.tries = 0
         self.failure = ""
@@ -66,8 +69,8 @@ class Tries:
 
     __slots__ = ("_refused", "held", "repeats", "verdict", "without")
 
-    def __init__(self) -> None:
-        self.without: set[str] = set()
+    def __init__(self, without: Iterable[str] = ()) -> None:
+        self.without = set(without)
         """Engines that are not asked again."""
         self.repeats = 0
         """How often it has been sent again after an engine may have seen it."""
@@ -109,8 +112,9 @@ class Proxy:
         *,
         suspect: Callable[[str], None],
         clock: Callable[[], float],
+        resumes: int = 0,
     ) -> None:
-        """`suspect` is told the id of an engine that failed to answer."""
+        """`suspect` is told the id of an engine that failed to answer. `resumes`: how often a stream may go on on another one."""
         self._intake = intake
         self._chooser = chooser
         self._gate = gate
@@ -119,6 +123,7 @@ class Proxy:
         self._whereabouts = whereabouts
         self._suspect = suspect
         self._clock = clock
+        self._resumes = resumes
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request, whatever happens, and say one line about it."""
@@ -134,7 +139,10 @@ class Proxy:
             exchange.error(error.status, str(error))
         except PolicyError as error:
             trip.failure = str(error)
-            exchange.error(500, str(error), "policy_error")
+            if exchange.started:
+                exchange.abort()
+            else:
+                exchange.error(500, str(error), "policy_error")
         finally:
             self._conclude(exchange, trip)
             trip.relay = None  # it can call back to this trip: without this cycle, body and answer are freed at once
@@ -143,12 +151,14 @@ class Proxy:
         """Send to one engine after another until the client has an answer."""
         tries = Tries()
         visit = Visit(exchange.headers, exchange.client, trip.started)
+        if self._resumes:
+            trip.resumption = Resumption(self._resumes)
         while True:
             try:
                 place = await self._gate.enter(asked, tries.without, visit)
             except (NoCandidate, Shed) as nowhere:
                 trip.failure = trip.failure or str(nowhere)
-                self._give_up(exchange, nowhere, trip.failure, tries)
+                self._give_up(exchange, nowhere, trip, tries)
                 return
             with place:
                 choice = trip.choice = place.choice
@@ -161,9 +171,12 @@ class Proxy:
                     self._answered(trip, choice)
                     return
                 trip.failure = self._hold_against(choice, attempt, verdict)  # before the place is free for the next
-            if verdict.end is End.BREAK:
-                self._metrics.broke_off(verdict.code)
-                return
+            if verdict.next is Next.STOP and exchange.started:
+                further = self._further(trip, choice, attempt, verdict)
+                if further is None:
+                    return
+                asked, tries, visit.arrived = further, Tries(tries.without | {choice.endpoint.engine}), self._clock()
+                continue
             if verdict.next is Next.STOP:
                 exchange.error(verdict.status, trip.failure, verdict.code)
                 return
@@ -175,16 +188,17 @@ class Proxy:
         choice, sent_at = place.choice, self._clock()
 
         def first_token() -> None:
-            trip.first_token_at = self._clock()
+            trip.first_token_at = trip.first_token_at or self._clock()
             self._chooser.first_token(choice, place.reservation, sent_at)
 
         trip.tries += 1
         explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []
-        relay = trip.relay = self._relay(exchange, choice, explained, first_token)
+        relay, body = self._relay(exchange, trip, choice, explained, first_token)
+        trip.relay = relay
         line = self._lines.get(choice.endpoint.engine)
         if line is None:
             return Attempt(EngineUnreachable("the engine has just left"), repeats=repeats)
-        request = line.request(exchange, choice.asked.body, choice.endpoint.rank)
+        request = line.request(exchange, body, choice.endpoint.rank)
         connection = line.pool.take_idle() if repeats == 0 else None
         try:
             connection = connection or await line.pool.connect()
@@ -202,18 +216,36 @@ class Proxy:
         if relay.head_seen is not None and not relay.accepted:  # a refusal is one even if its body breaks off
             return Attempt(Answered(relay.head_seen.status, _retry_after(relay.head_seen)), repeats=repeats)
         if relay.error is not None:
-            return Attempt(relay.error, reused=reused, client_bytes=int(exchange.started), repeats=repeats, again=again)
+            return Attempt(relay.error, reused=reused, client_bytes=int(exchange.started and relay.accepted), repeats=repeats, again=again)
         return None
 
-    def _relay(self, exchange: Exchange, choice: Choice, explained: Headers, first_token: Callable[[], None]) -> Relay:
-        if choice.asked.route.path != stored.PATH:
-            return Relay(exchange, explained, first_token)
-        engine = choice.endpoint.engine
-        return stored.NotingRelay(exchange, explained, first_token, lambda response_id: self._whereabouts.note(response_id, engine))
+    def _relay(
+        self, exchange: Exchange, trip: Trip, choice: Choice, explained: Headers, first_token: Callable[[], None]
+    ) -> tuple[Relay, bytes]:
+        """Where the engine's answer goes, and the body it is asked with."""
+        if choice.asked.route.path == stored.PATH:
+            engine = choice.endpoint.engine
+            noted = stored.NotingRelay(exchange, explained, first_token, lambda response_id: self._whereabouts.note(response_id, engine))
+            return noted, choice.asked.body
+        if trip.resumption is not None:
+            return trip.resumption.send(choice, exchange, explained, first_token)
+        return Relay(exchange, explained, first_token), choice.asked.body
+
+    def _further(self, trip: Trip, choice: Choice, attempt: Attempt, verdict: Verdict) -> Asked | None:
+        """What to ask another engine after an answer has broken off, so that it goes on; None when it has ended here."""
+        error = attempt.failure if isinstance(attempt.failure, EngineError) else None
+        further = trip.resumption.further(trip.relay, choice, error) if trip.resumption is not None else None
+        if further is None and trip.resumption is not None and trip.resumption.outcome == COMPLETED:
+            trip.failure = ""
+        elif further is None:
+            self._metrics.broke_off(verdict.code or str(verdict.status))
+        return further
 
     def _answered(self, trip: Trip, choice: Choice) -> None:
         """The client has an engine's whole answer, whatever it says."""
         trip.failure = ""
+        if trip.resumption is not None:
+            trip.resumption.answered()
         head = trip.relay.head_seen if trip.relay is not None else None
         if head is not None and head.status >= 400 and judge(Attempt(Answered(head.status))).blames_engine:
             self._suspect(choice.endpoint.engine)
@@ -238,17 +270,20 @@ class Proxy:
             case _:
                 return f"the engine answered {verdict.status}"
 
-    def _give_up(self, exchange: Exchange, nowhere: NoCandidate | Shed, why: str, tries: Tries) -> None:
+    def _give_up(self, exchange: Exchange, nowhere: NoCandidate | Shed, trip: Trip, tries: Tries) -> None:
         """No engine will answer: give the client the most telling failure there was."""
-        if tries.held is not None:
+        if exchange.started and trip.resumption is not None:
+            self._metrics.broke_off("no_engine")
+            trip.resumption.give_up(trip.relay, EngineBroken(f"{trip.failure}; {nowhere}"))
+        elif tries.held is not None:
             tries.held.give_held()
         elif isinstance(nowhere, Shed):
             status = 503 if nowhere.reason is Reason.NO_ENGINE else 429
             exchange.error(status, str(nowhere), nowhere.reason.value, [(b"retry-after", b"%d" % nowhere.retry_after_s)])
         elif tries.verdict is not None:
-            exchange.error(tries.verdict.status, why, tries.verdict.code)
+            exchange.error(tries.verdict.status, trip.failure, tries.verdict.code)
         else:
-            exchange.error(503, why, "no_engine")
+            exchange.error(503, trip.failure, "no_engine")
 
     def _conclude(self, exchange: Exchange, trip: Trip) -> None:
         """Count and log; a client that left is 499."""
@@ -270,6 +305,9 @@ class Proxy:
             fields["engine"], fields["rank"] = endpoint.engine, endpoint.rank
             fields["reason"], fields["overlap_tokens"] = REASONS[decision.reason], overlap_tokens
             fields["tries"] = trip.tries
+            if trip.resumption is not None and trip.resumption.outcome:
+                fields["resumes"], fields["resumption"] = trip.resumption.times, trip.resumption.outcome
+                self._metrics.resumed(trip.resumption.outcome)
             self._metrics.decided(decision)
             self._metrics.prompt(choice.asked.request.prompt_tokens, overlap_tokens)
         if trip.first_token_at is not None:

@@ -155,6 +155,14 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     connect_timeout_s: Annotated[Seconds, Meta(description="Time to connect to an engine.")] = 5.0
     response_head_timeout_s: Annotated[Seconds, Meta(description="Time from the request to the engine's status line.")] = 600.0
     stream_idle_timeout_s: Annotated[Seconds, Meta(description="Longest silence within an engine's answer.")] = 300.0
+    resume: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="How often a text stream may go on on another engine when its own has failed, where that is exact; 0: never. "
+            "Its engines are then asked for token ids, which costs time for each piece.",
+        ),
+    ] = 0
     client_stall_timeout_s: Annotated[Seconds, Meta(description="Longest time a client may take nothing of its answer.")] = 300.0
     max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body; larger ones are answered 413.")] = 64 << 20
     grace_period_s: Annotated[Weight, Meta(description="How long requests in flight may go on after SIGTERM or Ctrl-C.")] = 30.0

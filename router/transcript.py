@@ -131,6 +131,11 @@ class Transcript:
         """What came last, where a stream has ended within an event."""
         return self._without_ids(self._partial)
 
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt's ids and the answer's, as far as another engine is asked to take them up; empty when the prompt's are not known."""
+        return [] if self._prompt is None else self._prompt + self._ids.tolist()
+
     def resume(self) -> bytes | Obstacle:
         """The body for another engine, whose stream is to be fed next; or why there is none."""
         mark = self._marks[0]
@@ -147,7 +152,7 @@ class Transcript:
         self._before = mark.tokens
         self._marks = deque([mark])
         self._said = mark.chars
-        return self._plan.continued(self._prompt + self._ids.tolist(), mark.tokens)
+        return self._plan.continued(self.tokens, mark.tokens)
 
     def closing(self) -> bytes:
         """The end of a stream whose text is complete, from what is known here."""
@@ -200,7 +205,7 @@ class Transcript:
             if ids is None:
                 self.obstacle = Obstacle.NO_IDS
             return True
-        return ids == self._prompt + self._ids.tolist()
+        return ids == self.tokens
 
     def _passed(self, event: bytes, read: _Event) -> bytes:
         """An event of text, of usage, or of none of both."""
