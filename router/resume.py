@@ -174,7 +174,13 @@ def decide(route: Route, body: bytes, kind: EngineKind) -> Plan | Obstacle | Non
     """
     if route.path not in ("/v1/chat/completions", "/v1/completions"):
         return None
-    fields = _fields_decoder.decode(body)
+    try:
+        return _decided(route, _fields_decoder.decode(body), kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Obstacle.PARAMETER  # in a field that nobody here has read, for the engine to complain about
+
+
+def _decided(route: Route, fields: dict[str, Raw], kind: EngineKind) -> Plan | Obstacle | None:
     plan = Plan(route.form, kind, fields, greedy=False, held_back=0)
     if plan.value("stream") is not True:
         return None
@@ -185,7 +191,7 @@ def decide(route: Route, body: bytes, kind: EngineKind) -> Plan | Obstacle | Non
     obstacle = _obstacle(plan, greedy=greedy, stop=stop)
     if obstacle is not None:
         return obstacle
-    held_back = max(len(string) for string in ([stop] if isinstance(stop, str) else stop)) - 1 if stop else 0
+    held_back = max(map(len, [stop] if isinstance(stop, str) else stop), default=1) - 1
     return Plan(route.form, kind, fields, greedy, held_back)
 
 
@@ -220,4 +226,4 @@ def _unusual_prompt(plan: Plan) -> Obstacle | None:
 
 
 def _strings(stop: object) -> bool:
-    return isinstance(stop, str) or (isinstance(stop, list) and all(isinstance(string, str) for string in stop))
+    return isinstance(stop, str) or (isinstance(stop, list) and all(isinstance(string, str) and string for string in stop))

@@ -179,7 +179,7 @@ class Transcript:
             return self._unreadable(event) if b'"choices"' in event else event + END
         try:
             read = _event_decoder.decode(memoryview(event)[6:])
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return self._unreadable(event)
         if self.obstacle is None and (failure := _failure(read)):
             self.failure = failure

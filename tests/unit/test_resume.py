@@ -72,6 +72,7 @@ def test_a_plain_text_stream_may_go_on_elsewhere(fields: dict[str, object]) -> N
         ({"stop": ["END"]}, Obstacle.STOP),
         ({"stop": ["END"], "temperature": 0.5}, Obstacle.STOP),
         ({"stop": [5], "temperature": 0}, Obstacle.STOP),
+        ({"stop": [""], "temperature": 0}, Obstacle.STOP),
         ({"stop": ["END"], "temperature": 0, "include_stop_str_in_output": True}, Obstacle.STOP),
         ({"echo": True}, Obstacle.ECHO),
         ({"suffix": "x"}, Obstacle.ECHO),
@@ -87,6 +88,12 @@ def test_a_plain_text_stream_may_go_on_elsewhere(fields: dict[str, object]) -> N
 )
 def test_what_depends_on_more_than_the_tokens_is_not_resumed_and_says_why(fields: dict[str, object], obstacle: Obstacle) -> None:
     assert chat(**fields) is obstacle
+
+
+@pytest.mark.parametrize("broken", [b'"\xff"', b"[" * 2000 + b"]" * 2000], ids=["no UTF-8", "nested deeply"])
+def test_what_cannot_be_read_is_left_to_the_engine(broken: bytes) -> None:
+    body = b'{"stream":true,"prompt":"x","unknown":%b}' % broken
+    assert decide(COMPLETION, body, EngineKind.VLLM) is Obstacle.PARAMETER
 
 
 @pytest.mark.parametrize("fields", [{"stream": False}, {"stream": None}, {"stream": "yes"}])
