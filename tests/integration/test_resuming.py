@@ -205,10 +205,11 @@ async def test_without_another_engine_the_stream_breaks_as_ever() -> None:
         assert await router.metric("router_broken_answers_total") == 1
 
 
-async def test_an_engine_that_refuses_to_go_on_is_the_end() -> None:
+@pytest.mark.parametrize("status", [400, 200])
+async def test_an_engine_that_refuses_to_go_on_or_answers_otherwise_is_the_end(status: int) -> None:
     async with engines() as ((one, other), router):
         one.faults.add(Break(3))
-        other.faults.add(Scripted(400, b'{"error":{"message":"no"}}', (("Content-Type", "application/json"),)))
+        other.faults.add(Scripted(status, b'{"error":{"message":"no"}}', (("Content-Type", "application/json"),)))
         before, error = await broken(router)
         assert before.count(b"data: ") == 3
         assert "refused" in str(error["message"])
