@@ -124,6 +124,7 @@ async def test_H2_streams_of_a_killed_vllm_go_on_and_read_as_if_nothing_had_been
 
         expected = await asyncio.gather(*(Stream(router, number).read() for number in numbers))
         assert len({stream.text for stream in expected}) > STREAMS / 2, "texts that differ"
+        resumed = 0.0
         for _ in range(5):  # on a busy machine an engine may have computed all before its client has seen anything
             try:
                 got = await disturbed(router, numbers, goes, how=how, after=EVENT_BYTES * rng.randrange(1, TOKENS // 5))
