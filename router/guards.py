@@ -7,7 +7,8 @@ tls_cert, tls_key      ──▶ certificate   both listeners'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -42,20 +43,31 @@ class Guards(msgspec.Struct, frozen=True):
 async def read_guards(settings: ServeSettings) -> Guards:
     """Read everything once; `files` then follows it. Raises GuardsUnusable."""
     files, clients, admins, certificate = Files(), KeyRing(()), KeyRing(()), Certificate()
-    try:
+    with _named("api_keys_file"):
         await _read_keys(settings, files, clients)
+    with _named("admin_token_file"):
         await _read_token(settings, files, admins)
-        if settings.tls_cert is not None:
-            cert, key = settings.tls_cert, settings.tls_key
+    if settings.tls_cert is not None:
+        cert, key = settings.tls_cert, settings.tls_key
+        with _named("tls_cert, tls_key"):
             await files.follow((cert,) if key is None else (cert, key), lambda: server_context(cert, key), certificate.replace)
-    except (OSError, ValueError) as error:
-        raise GuardsUnusable(str(error)) from error
     return Guards(
         door=Door(clients, CLIENTS_WANTED, OPEN_PATHS) if settings.asks_for_keys else None,
         admin_door=Door(admins, ADMIN_WANTED) if settings.has_admin else None,
         certificate=certificate,
         files=files,
     )
+
+
+@contextlib.contextmanager
+def _named(settings: str) -> Iterator[None]:
+    """What cannot be read or used is said with the setting that it comes from."""
+    try:
+        yield
+    except OSError as error:
+        raise GuardsUnusable(f"{settings}: {error.filename or 'the file'}: {(error.strerror or str(error)).lower()}") from error
+    except ValueError as error:
+        raise GuardsUnusable(f"{settings}: {error}") from error
 
 
 async def _read_keys(settings: ServeSettings, files: Files, ring: KeyRing) -> None:

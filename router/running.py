@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -66,7 +67,11 @@ def told_by_hangup(files: Files, *others: Callable[[], None]) -> Iterator[None]:
 
 async def listen(server: Server, host: str, port: int, guards: Guards, *, shared: bool = False) -> str:
     """Listen, with the certificate there is; the URL. Raises OSError."""
-    port = await server.listen(host, port, guards.certificate.listener, shared=shared)
+    try:
+        port = await server.listen(host, port, guards.certificate.listener, shared=shared)
+    except OSError as error:
+        why = os.strerror(error.errno).lower() if error.errno is not None and error.errno > 0 else str(error)
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {why}") from error
     return url_of(host, port, guards)
 
 
