@@ -70,7 +70,7 @@ async def listen(server: Server, host: str, port: int, guards: Guards, *, shared
     try:
         port = await server.listen(host, port, guards.certificate.listener, shared=shared)
     except OSError as error:
-        why = os.strerror(error.errno).lower() if error.errno is not None and error.errno > 0 else str(error)
+        why = os.strerror(error.errno).lower() if error.errno is not None and error.errno > 0 else (error.strerror or str(error))
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {why}") from error
     return url_of(host, port, guards)
 
