@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 something failed while running, 2 the command line or conf
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import os
@@ -87,7 +88,7 @@ def run_command(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> i
     except ConfigError as error:
         complain(str(error), name)
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):  # the second when it was told twice: `router.running`
         return 130
     except Exception as error:  # the last place before a traceback: a user gets the reason in a line
         logger.debug("the command failed", exc_info=error)

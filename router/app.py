@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import math
 import random
 import secrets
 import time
@@ -118,7 +117,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         session = await stack.enter_async_context(_control_session())
         context = stack.enter_context(zmq.asyncio.Context())
 
-        fleet, metrics = Fleet(settings.admission.max_active_requests), Metrics()
+        fleet, metrics = Fleet(_share(settings.admission.max_active_requests, 1 if part is None else part.processes)), Metrics()
         caches, load = Caches(predicted_ttl_s=settings.predicted_ttl_s), LoadBook()
         mirror = Mirror(bus, settings.namespace, caches, blind_after_s=settings.blind_after_s)
         relay = KvRelay(bus, settings.namespace, context, local=mirror, alone=broker is not None)
@@ -199,12 +198,19 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             if room is not None:
                 group.create_task(room.run(), name=type(room).__name__.lower())
         group.create_task(_keep_house(caches, load, membership, roster, gate), name="housekeeping")
-        if part is not None and sharing is not None:
+        if part is not None:
+            if sharing is None:
+                raise AssertionError
             await part.prepare(Inside(control, answers, metrics, sharing, monitor, fleet))
             stack.push_async_callback(server.stop)
             url = await listen(server, settings.host, part.port, guards, shared=True)
         event(log, logging.INFO, "serving", url=url, admin=admin, policy=name, engines=len(settings.engine), bus=bus.servers)
         yield Listening(url, admin)
+
+
+def _share(whole: int, processes: int) -> int:
+    """Each process's part, rounded up."""
+    return -(-whole // processes)
 
 
 def _gate(settings: AdmissionSettings, chooser: Chooser, metrics: Metrics, processes: int) -> Gate:
@@ -214,7 +220,7 @@ def _gate(settings: AdmissionSettings, chooser: Chooser, metrics: Metrics, proce
         priority=settings.priority_header.lower().encode(),
         deadline=settings.deadline_header.lower().encode(),
     )
-    limits = QueueLimits(math.ceil(settings.max_waiting / processes), settings.max_wait_s)
+    limits = QueueLimits(_share(settings.max_waiting, processes), settings.max_wait_s)
     return Gate(chooser, limits, names, waited=metrics.waited, clock=clock)
 
 

@@ -159,7 +159,7 @@ class Chooser:
     def refused(self, choice: Choice, cool_down_s: float) -> None:
         """The engine has refused the request, which is still counted: it is left alone, and then begins with what it could carry."""
         now = self._clock()
-        others = self._load.active_requests(choice.endpoint) - 1
+        others = self._load.own(choice.endpoint).requests - 1
         choice.member.refused(now, cool_down_s, max(0, others))
 
     def first_token(self, choice: Choice, reservation: Reservation, sent_at: float) -> None:
@@ -186,7 +186,8 @@ class Chooser:
             room = member.room(now, most) if member.cooling_until else most
             for endpoint in member.endpoints:
                 load = self._load.load(endpoint, now)
-                if load.active_requests < room:
+                # By our own requests: a router that fills its places from its own queue would else leave none to the others, for ever.
+                if load.active_requests < room or self._load.own(endpoint).requests < room:
                     able.append((member, endpoint, load))
                 else:
                     rejected.append((endpoint, Rejection.SATURATED))

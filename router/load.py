@@ -179,16 +179,6 @@ class LoadBook:
             report.kv_usage,
         )
 
-    def active_requests(self, endpoint: Endpoint) -> int:
-        """How many requests `endpoint` has in flight, other routers' included. Runtime complexity: O(1).
-
-        >>> LoadBook().active_requests(Endpoint("http://a:8000"))
-        0
-        """
-        account = self._accounts.get(endpoint)
-        others = NOTHING if self.others is None else self.others.load(endpoint)
-        return others.requests if account is None else account.requests + others.requests
-
     def own(self, endpoint: Endpoint) -> Carried:
         """What this router itself has in flight on `endpoint`. Runtime complexity: O(1).
 

@@ -132,7 +132,9 @@ class Proxy:
             trip.asked = await self._intake.read(INFERENCE[exchange.path], _asking(exchange), exchange.headers)
             await self._try_engines(exchange, trip, trip.asked)
         except asyncio.CancelledError:
-            trip.left = True
+            trip.left = exchange.client_left
+            if not trip.left:
+                trip.failure = "the router stopped before the answer was whole"
             raise
         except openai.BadBody as error:
             trip.failure = error.logged

@@ -33,15 +33,18 @@ def say_ready(listening: Listening) -> None:
 
 
 def stopped_by_signals(*numbers: signal.Signals) -> asyncio.Event:
-    """Set by SIGINT or SIGTERM. The first one stops in order; a second one ends at once, as if nobody had handled it."""
+    """Set by SIGINT or SIGTERM. The first one stops in order; a second one ends at once: SIGINT cancels the task that asks for this."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
     numbers = numbers or (signal.SIGINT, signal.SIGTERM)
 
     def stop_once() -> None:
         stop.set()
         for number in numbers:
             loop.remove_signal_handler(number)
+        if signal.SIGINT in numbers and task is not None:
+            # Python's own answer, an exception wherever it happens to be, is lost where that is a socket's callback.
+            loop.add_signal_handler(signal.SIGINT, task.cancel)
 
     for number in numbers:
         loop.add_signal_handler(number, stop_once)

@@ -47,8 +47,8 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         int,
         Meta(
             ge=1,
-            description="Requests in flight on one endpoint, of this router and of those that share the bus; further ones wait here, in fair order, for whichever engine "
-            "has room first. The default is more than a stock engine runs at once, so it never costs throughput; set it to the engines' "
+            description="Requests in flight on one endpoint, of this router (each of its processes has its part); further ones wait here, in "
+            "fair order, for whichever engine has room first. The default is more than a stock engine runs at once, so it never costs throughput; set it to the engines' "
             "own limit (vLLM's `--max-num-seqs`, SGLang's `--max-running-requests`) to have all waiting done here.",
         ),
     ] = 4096

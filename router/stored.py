@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 PATH: Final = "/v1/responses"
 MAX_NOTED: Final = 65_536
 MAX_ID_CHARS: Final = 256
-MAX_ASKING: Final = 4
+MAX_ASKING: Final = 32
 """Ids looked for at a time: whoever makes them up must not have every engine asked a thousand times at once."""
 MAX_BEGINNING_BYTES: Final = 4096
-ASK_TIMEOUT_S: Final = 2.0
+ASK_TIMEOUT_S: Final = 1.0
+FIND_TIMEOUT_S: Final = 2.0
+"""In all, the wait for others included; then the request goes where any other would."""
 _BEARER: Final = b"bearer "
 _ID: Final = re.compile(rb'(?:\A\s*\{|"response"\s*:\s*\{)\s*"id"\s*:\s*"([^"\\]{1,256})"')
 """An answer, or the first event of one, begins with its id at both engines."""
@@ -70,19 +72,28 @@ class Whereabouts:
         return found
 
     async def _ask(self, response_id: str, engines: list[EngineInfo], authorization: bytes | None) -> str | None:
-        async with self._asking:
-            keeps = await asyncio.gather(*[self._keeps(info, response_id, authorization) for info in engines])
-        return next((info.id for info, kept in zip(engines, keeps, strict=True) if kept), None)
+        """The first one that says yes; the others are not waited for."""
+        try:
+            async with asyncio.timeout(FIND_TIMEOUT_S), self._asking, asyncio.TaskGroup() as group:
+                asked = [group.create_task(self._keeps(info, response_id, authorization)) for info in engines]
+                for answer in asyncio.as_completed(asked):
+                    if found := await answer:
+                        for task in asked:
+                            task.cancel()
+                        return found
+        except TimeoutError:
+            pass
+        return None
 
-    async def _keeps(self, info: EngineInfo, response_id: str, authorization: bytes | None) -> bool:
+    async def _keeps(self, info: EngineInfo, response_id: str, authorization: bytes | None) -> str | None:
         key = info.spec.api_key
         if key is None and self._pass_clients_keys and authorization is not None and authorization[:7].lower() == _BEARER:
             key = authorization[7:].decode("latin-1")
         client = EngineClient(self._session, info.id, api_key=key, timeout_s=ASK_TIMEOUT_S)
         try:
-            return (await client.ask(f"{PATH}/{quote(response_id, safe='')}")).ok
+            return info.id if (await client.ask(f"{PATH}/{quote(response_id, safe='')}")).ok else None
         except EngineError:
-            return False
+            return None
 
 
 class NotingRelay(Relay):

@@ -90,6 +90,7 @@ class EngineConnection(asyncio.Protocol):
         "_steady",
         "_transport",
         "_until_close",
+        "_whole",
         "closed",
         "deadline",
         "idle_since",
@@ -112,6 +113,8 @@ class EngineConnection(asyncio.Protocol):
         self._steady = False
         """The head has come and nothing else has happened: a read brings body, and that is all."""
         self._complete = False
+        self._whole = 0
+        """How many of the pieces are of the answer that is complete."""
         self._keep = False
         self._until_close = False
         self._paused = False
@@ -194,13 +197,16 @@ class EngineConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._hand_over(data[upgrade.args[0] :])
-            return
+            if not self._complete:
+                self._hand_over(data[upgrade.args[0] :])
+                return
         except httptools.HttpParserCallbackError:
             raise  # ours: the loop logs it and closes the connection
         except httptools.HttpParserError as error:
             self._not_http(error)
         pieces = self._pieces
+        if self._complete:
+            del pieces[self._whole :]
         if pieces:
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
@@ -231,13 +237,20 @@ class EngineConnection(asyncio.Protocol):
 
     # httptools
 
+    def on_message_begin(self) -> None:
+        """A response starts; behind one that was asked for, it is one that was not: the connection is not used again."""
+        if self._complete:
+            self._keep = False
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header, whole; trailers come here too, and are dropped."""
-        if self._head is None:
+        if self._head is None and not self._complete:
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
+        if self._complete:
+            return
         status = self._parser.get_status_code()
         if status < 200 and status != 101:  # 100 Continue and its like: the real head follows
             self._headers = []
@@ -265,8 +278,9 @@ class EngineConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """The response is whole."""
-        if self._head is not None:
+        if self._head is not None and not self._complete:
             self._complete = True
+            self._whole = len(self._pieces)
             self._steady = False
             self._keep = self._parser.should_keep_alive()  # only true to ask here: the parser then forgets this message
 

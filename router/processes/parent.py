@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -134,11 +134,11 @@ class Workers:
             if worker.process is not None and worker.process.returncode is None:
                 worker.process.send_signal(signal.SIGHUP)
 
-    async def ask(self, request: Request, answer: type[T], timeout_s: float) -> dict[int, T | None]:
-        """What each that listens answers; None: it does not in time."""
+    async def ask(self, request: Request, answer: type[T], timeout_s: float, *, but: Collection[_Worker] = ()) -> dict[int, T | None]:
+        """What each that listens answers, but those that have been asked; None: it does not in time. Who dies meanwhile is left out."""
         async with asyncio.TaskGroup() as tasks:
-            asked = {worker.index: tasks.create_task(_asked(worker, request, answer, timeout_s)) for worker in self.up}
-        return {index: task.result() for index, task in asked.items()}
+            asked = {worker: tasks.create_task(_asked(worker, request, answer, timeout_s)) for worker in self.up if worker not in but}
+        return {worker.index: task.result() for worker, task in asked.items() if self._workers.get(worker.index) is worker}
 
     async def readiness(self) -> Readiness:
         """What can be relied on whichever is asked."""
@@ -250,6 +250,7 @@ class Workers:
         worker.up = True
         if worker.version != self.journal.version:
             # Something was changed while it started.
+            worker.version = self.journal.version
             for call in self.journal.calls():
                 await _asked(worker, call, AdminReply, ADMIN_WITHIN_S)
         if len(self.up) == self._settings.processes and not self.all_up.done():
@@ -287,13 +288,14 @@ class GroupAdmin:
         if call.method not in ("POST", "DELETE"):
             return merging.reply(await self._workers.ask(call, AdminReply, ADMIN_WITHIN_S))
         async with self._turn:  # all workers are told in one order
+            asked = self._workers.up
             replies = await self._workers.ask(call, AdminReply, ADMIN_WITHIN_S)
             done = next((reply for reply in replies.values() if reply is not None and reply.status < 300), None)
             if done is not None:
                 self._workers.journal.done(str(msgspec.json.decode(done.body)["id"]), call)
-                for worker in self._workers.up:
-                    if worker.index in replies:
-                        worker.version = self._workers.journal.version
+                for worker in self._workers.up:  # one that has come up meanwhile was welcomed without this
+                    worker.version = self._workers.journal.version
+                replies |= await self._workers.ask(call, AdminReply, ADMIN_WITHIN_S, but=asked)
             return merging.reply(replies)
 
 

@@ -111,9 +111,15 @@ async def test_usage_is_told_as_it_was_asked_for(options: dict[str, Any]) -> Non
 async def test_an_engine_that_reports_its_own_failure_and_ends_in_order_is_gone_all_the_same() -> None:
     async with engines() as ((one, other), router):
         one.faults.add(Fail(4))
-        assert await stream(router) == await stream(router)
+        resumed = await stream(router)
+        await until(lambda: _all_serve(router, 2), what="the failed engine has been seen alive")
+        assert await stream(router) == resumed
         assert await outcome(router, "resumed") == 1
         assert len(asked(other)) == 1
+
+
+async def _all_serve(router: Router, count: int) -> bool:
+    return await router.serving() == count
 
 
 async def test_an_engine_that_falls_silent_is_gone_too() -> None:

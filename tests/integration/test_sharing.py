@@ -156,9 +156,9 @@ async def test_while_the_bus_is_away_each_counts_its_own_and_afterwards_all_agai
         b, _ = await stack.enter_async_context(toy(url, "b"))
         endpoint = Endpoint("http://e:1")
         stack.enter_context(a.book.reserve(endpoint, [1], uncached_tokens=16))
-        await until(lambda: b.book.active_requests(endpoint) == 1, what="the other is told")
+        await until(lambda: b.book.load(endpoint, 0.0).active_requests == 1, what="the other is told")
         known: list[int] = []
-        b.sharing._bus.watch(lambda: known.append(b.book.active_requests(endpoint)), lambda: None)
+        b.sharing._bus.watch(lambda: known.append(b.book.load(endpoint, 0.0).active_requests), lambda: None)
         assert broker.pid is not None
         async with alongside(broker.run()):
             killed = broker.pid
@@ -166,5 +166,6 @@ async def test_while_the_bus_is_away_each_counts_its_own_and_afterwards_all_agai
             await until(lambda: known, what="the bus is lost")
             assert known == [0]
             await until(
-                lambda: broker.pid != killed and b.book.active_requests(endpoint) == 1, what="the bus is back, and the other is told"
+                lambda: broker.pid != killed and b.book.load(endpoint, 0.0).active_requests == 1,
+                what="the bus is back, and the other is told",
             )

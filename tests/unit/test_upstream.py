@@ -107,6 +107,13 @@ async def test_what_one_read_brings_is_handed_on_in_one_piece() -> None:
         (b"HTTP/1.0 200 OK\r\nconnection: keep-alive\r\ncontent-length: 2\r\n\r\nab", b"ab", True),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nabGARBAGE", b"ab", False),
         (b"HTTP/1.1 200 OK\r\nupgrade: h2c\r\nconnection: upgrade\r\ncontent-length: 2\r\n\r\nab", b"ab", True),
+        # what nobody asked for, behind it in the same read
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nabHTTP/1.1 500 X\r\ncontent-length: 5\r\n\r\nhello", b"ab", False),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nabHTTP/1.1 503 X\r\ncontent-length: 5\r\n\r\nhe", b"ab", False),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nabHTTP/1.1 101 X\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nhe", b"ab", False),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nabHTTP/1.1 100 Continue\r\n\r\n", b"ab", False),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nabHTTP/1", b"ab", False),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\nHTTP/1.1 200 OK\r\n\r\nhe", b"ab", False),
     ],
 )
 async def test_an_answer_that_says_its_length_is_whole_at_once(answer: bytes, body: bytes, kept: bool) -> None:
@@ -114,6 +121,7 @@ async def test_an_answer_that_says_its_length_is_whole_at_once(answer: bytes, bo
     connection, wire, sink = connected(pool)
     connection.data_received(answer)
     assert (sink.over, sink.error, sink.text) == (True, None, body)
+    assert len(sink.heads) == 1
     assert (pool.take_idle() is connection) is kept
     assert (wire.ended == "abort") is not kept
     assert pool.open == int(kept)
