@@ -197,21 +197,16 @@ class EngineConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            if not self._complete:
-                self._hand_over(data[upgrade.args[0] :])
+            if self._hand_over(data[upgrade.args[0] :]):
                 return
         except httptools.HttpParserCallbackError:
             raise  # ours: the loop logs it and closes the connection
         except httptools.HttpParserError as error:
             self._not_http(error)
-        pieces = self._pieces
         if self._complete:
-            del pieces[self._whole :]
-        if pieces:
-            body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            pieces.clear()
-            if self._head is not None:
-                sink.body(body, last=self._complete)
+            del self._pieces[self._whole :]
+        if self._pieces:
+            self._hand_on(sink)
         elif self._steady:
             sink.waits()
         if not self._steady:
@@ -322,13 +317,24 @@ class EngineConnection(asyncio.Protocol):
             self._error = EngineBroken(f"the engine's answer is not valid HTTP: {error}")
         self._steady = False
 
-    def _hand_over(self, first: bytes) -> None:
-        """Give the socket to the sink: the engine has agreed to another protocol."""
+    def _hand_on(self, sink: Sink) -> None:
+        """Everything that a read brought of the body, in one piece."""
+        pieces = self._pieces
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        if self._head is not None:
+            sink.body(body, last=self._complete)
+
+    def _hand_over(self, first: bytes) -> bool:
+        """Give the socket to the sink: the engine has agreed to another protocol. False when it says so behind an answer, to nobody."""
+        if self._head is None or self._head.status != 101:
+            return False
         if self._sink is not None and self._transport is not None and self._sink.switched(self._transport, first):
             self._sink = None
             self._pool.forget(self)
         else:
             self._fail(EngineBroken("the engine switched to another protocol, and nobody had asked"))
+        return True
 
     def _finish(self, error: EngineError | None, *, back_to_pool: bool = False) -> None:
         sink, self._sink = self._sink, None
