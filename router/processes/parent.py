@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 RESTART_MIN_S: Final = 0.1
 RESTART_MAX_S: Final = 10.0
 LASTED_S: Final = 30.0
-"""A worker that has run so long is started again at once."""
+"""A worker that has run so long is started again with no more than the shortest pause."""
 ANSWER_WITHIN_S: Final = 1.0
 """For a worker's part of a page; after that its last one is shown."""
 ADMIN_WITHIN_S: Final = 8.0
