@@ -92,13 +92,19 @@ class KvSubscriber:
             try:
                 async with subscribed(self._source, line) as subscription:
                     await self._follow(line, subscription)
+                if subscription.wrong and not subscription.listens and subscription.wrong != complaint:
+                    complaint = subscription.wrong
+                    self._complain("what is at the KV event address is no ZMQ publisher", complaint)
             except (BadAddress, OSError, TimeoutError) as error:
                 # Mostly an engine that is not up yet. Said once where it is something else: an address in use, or one that is none.
                 if str(error) != complaint and not isinstance(error, ConnectionError | TimeoutError):
                     complaint = str(error)
-                    _LOG.warning("kv events: socket failed", extra={"events": self._source.events, "error": complaint})
+                    self._complain("no connection to the KV event address", complaint)
             pause_s = _SHORTEST_PAUSE_S if line.connected else min(2 * pause_s, _LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)
+
+    def _complain(self, what: str, why: str) -> None:
+        _LOG.warning(what, extra={"fields": {"events": self._source.events, "reason": why}})
 
     async def _check_life(self) -> None:
         """Called on every connection: afterwards this life's known batches have been delivered, of whichever life it now is."""

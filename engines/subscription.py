@@ -54,6 +54,8 @@ class Subscription:
         self._topic = source.topic.encode()
         self._open: set[_Connection] = set()
         self._paused = False
+        self.wrong = ""
+        """Why what is at the other end is no publisher; empty while nothing is known against it."""
 
     def pause(self) -> None:
         """Read no further than what has been read: the publisher keeps what comes."""
@@ -147,8 +149,8 @@ class _Connection(asyncio.Protocol):
         was_ready = self._frames.ready
         try:
             heard = self._frames.feed(data)
-        except NotAPublisher:
-            self._transport.abort()
+        except NotAPublisher as error:
+            self._refuse(str(error))
             return
         if heard.answer:
             self._transport.write(heard.answer)
@@ -184,7 +186,11 @@ class _Connection(asyncio.Protocol):
 
     def _check_handshake(self) -> None:
         if not self._frames.ready:
-            self._transport.abort()
+            self._refuse(f"it did not introduce itself within {HANDSHAKE_TIMEOUT_S:g} s")
+
+    def _refuse(self, why: str) -> None:
+        self._subscription.wrong = why
+        self._transport.abort()
 
     def _beat(self) -> None:
         if self._heartbeat is not None:

@@ -536,7 +536,7 @@ async def test_a_replay_that_contradicts_the_live_stream_does_not_hang_it(publis
         await until(lambda: sink.told[-1] == 3)
 
 
-async def test_a_port_that_speaks_something_else_is_not_an_event_and_not_a_busy_loop() -> None:
+async def test_a_port_that_speaks_something_else_is_not_an_event_and_not_a_busy_loop(caplog: pytest.LogCaptureFixture) -> None:
     connections = 0
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -555,6 +555,9 @@ async def test_a_port_that_speaks_something_else_is_not_an_event_and_not_a_busy_
             await until(lambda: connections >= 4, deadline_s=20)
         assert loop.time() - began > 0.3
         assert sink.told == ["joined"]
+        (said,) = [record for record in caplog.records if "no ZMQ publisher" in record.message]
+        assert said.fields["events"] == address  # type: ignore[attr-defined]
+        assert "HTTP/1.1" in said.fields["reason"]  # type: ignore[attr-defined]
 
 
 async def test_an_idle_publisher_is_still_there_as_long_as_it_answers(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -672,7 +675,7 @@ async def test_an_address_that_is_none_is_said_in_the_log_and_is_not_fatal(caplo
     sink = Sink()
     async with running(KvSource(0, "carrier-pigeon://roof"), sink):
         await until(lambda: caplog.records)
-    assert caplog.records[0].message == "kv events: socket failed"
+    assert caplog.records[0].message == "no connection to the KV event address"
     assert sink.told == ["joined"]
 
 
