@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
@@ -26,15 +27,23 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "log"
 
 
+async def everywhere(known: Callable[[], Awaitable[bool]]) -> bool:
+    """Whether it is known to whoever is asked, a dozen times in a row: one of two processes is missed in 1 of 2,048 runs."""
+    for _ in range(12):
+        if not await known():
+            return False
+    return True
+
+
 async def test_a_prefix_seen_by_one_process_is_a_hit_through_every_other(log: Path) -> None:
     async with fleet(2) as engines, group(engines, log) as router:
         first = await router.chat(prompt("a"))
         assert first.cached_tokens == 0
 
-        async def known_to_all() -> bool:
-            return await router.metric("router_cached_blocks", engine=first.engine) > 0
+        async def known() -> bool:
+            return await router.overlap_at(first.engine, prompt("a")) > 0
 
-        await until(known_to_all, what="the events have arrived")
+        await until(lambda: everywhere(known), what="the events have arrived in every process")
         answers = await router.through_all(2, prompt("a"))
         assert {answer.engine for answer in answers} == {first.engine}
         assert min(answer.cached_tokens for answer in answers) > 0.9 * answers[0].json["usage"]["prompt_tokens"]
@@ -95,7 +104,6 @@ async def test_R22_a_burst_over_four_processes_is_spread_over_four_engines(log: 
 
 
 async def test_load_that_another_process_has_put_on_an_engine_is_seen(log: Path) -> None:
-    """All long streams are on the engine that the other process sees as the emptiest only if it knows of none of them."""
     async with fleet(2, speedup=1, decode_step_ms=100) as engines, group(engines, log, "--policy", "least-loaded") as router:
         streams = [await router.begin(f"x{number}", stream=True, max_tokens=1000) for number in range(6)]
 
@@ -103,8 +111,7 @@ async def test_load_that_another_process_has_put_on_an_engine_is_seen(log: Path)
             loads = [c["load"]["active_requests"] for c in (await router.route("y"))["candidates"]]
             return sum(map(int, loads)) == 6
 
-        for _ in range(8):  # through whichever process: eight connections miss one of two in 1 of 128 runs, and then the test passes
-            await until(told, what="every process knows of all six")
+        await until(lambda: everywhere(told), what="every process knows of all six")
         for stream in streams:
             stream.close()
 
@@ -354,10 +361,9 @@ async def test_R36_equal_prompts_to_different_processes_do_not_scatter(log: Path
         await until(lambda: sum(engine.running + engine.waiting for engine in engines) == 1, what="the first is being computed")
 
         async def known() -> bool:
-            return str((await router.route(text))["reason"]) == "in_flight"
+            return str((await router.route(text))["reason"]) in ("in_flight", "kv")
 
-        for _ in range(6):
-            await until(known, what="every process knows of it")
+        await until(lambda: everywhere(known), what="every process knows of it")
         answers = await asyncio.gather(*(router.chat(text) for _ in range(6)))
         assert {answer.engine for answer in answers} == {(await first).engine}
 
