@@ -48,6 +48,8 @@ class RawEngine:
         self.read_bodies = True
         self.pages: dict[bytes, bytes] = {}
         """Whole answers to GETs of other paths."""
+        self.silent = b"/nothing"
+        """GETs of paths that begin so are not answered."""
         self.requests: list[Request] = []
         """Every POST and WebSocket, in the order in which they came."""
         self.left = 0
@@ -98,7 +100,8 @@ class RawEngine:
                     request = await read_head(reader)
                 answered += 1
                 if request.line.startswith(b"GET ") and request.header("upgrade") is None:
-                    writer.write(self._about(request.line.split(b" ")[1]))
+                    path = request.line.split(b" ")[1]
+                    writer.write(b"" if path.startswith(self.silent) else self._about(path))
                     continue
                 await self._answer(request, reader, writer)
         except Reset:

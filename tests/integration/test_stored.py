@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from router import stored
 from tests.raw import Request
 from tests.raw_engine import SSE, RawEngine, chunk, whole
 from tests.rig import Router, routing
@@ -76,6 +77,20 @@ async def test_C7_a_router_that_has_not_seen_the_first_turn_asks_who_keeps_it() 
         async with routing([e.url for e in engines], policy="round-robin") as router:
             for first in firsts * 3:
                 assert (await respond(router, first))[5] == first[5]
+
+
+async def test_C7_an_engine_that_does_not_say_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "ASK_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr(stored, "FIND_TIMEOUT_S", 1000.0)
+    async with keeping() as engines:
+        async with routing([e.url for e in engines], policy="round-robin") as router:
+            firsts = [await respond(router) for _ in range(24)]
+        silent = engines[0]
+        silent.silent = b"/v1/responses/"
+        elsewhere = [first for first in firsts if first[5] != "a"]
+        async with routing([e.url for e in engines], policy="round-robin") as router, asyncio.timeout(60):
+            thens = await asyncio.gather(*[respond(router, first) for first in elsewhere])
+        assert [then[5] for then in thens] == [first[5] for first in elsewhere]
 
 
 async def test_C7_a_response_that_nobody_keeps_is_for_the_engines_to_judge() -> None:
