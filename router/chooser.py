@@ -186,7 +186,7 @@ class Chooser:
             room = member.room(now, most) if member.cooling_until else most
             for endpoint in member.endpoints:
                 load = self._load.load(endpoint, now)
-                # By our own requests: a router that fills its places from its own queue would else leave none to the others, for ever.
+                # By our own requests, which are no more than all: one that fills its places from its own queue would else leave none to others.
                 if load.active_requests < room or self._load.own(endpoint).requests < room:
                     able.append((member, endpoint, load))
                 else:

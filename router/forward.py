@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from engines import sglang, vllm
 from engines.types import EngineInfo, EngineKind
+from router.exchange import ONE_WRITE_BYTES
 from router.pool import EnginePool
 from router.relay import HOP_BY_HOP
 from router.tracing import TRACE_HEADERS
@@ -20,9 +21,6 @@ from router.upstream import Timeouts
 
 if TYPE_CHECKING:
     from router.exchange import Exchange, Headers
-
-ONE_WRITE_BYTES: Final = 64 * 1024
-"""Up to here, copying a body behind its head costs less than a second system call."""
 
 NOT_FORWARDED: Final = (
     HOP_BY_HOP

@@ -5,6 +5,7 @@ One decode finds the few fields there are to read, most of them still raw: `mess
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import Any, Final
 from urllib.parse import parse_qs
@@ -70,16 +71,7 @@ class ApiBody(ChatFields, kw_only=True):
     @property
     def must_strip(self) -> bool:
         """Whether the body carries fields that must not pass."""
-        return not (
-            self.kv_transfer_params is UNSET
-            and self.bootstrap_host is UNSET
-            and self.bootstrap_port is UNSET
-            and self.bootstrap_room is UNSET
-            and self.bootstrap_pair_key is UNSET
-            and self.routed_dp_rank is UNSET
-            and self.data_parallel_rank is UNSET
-            and self.disagg_prefill_dp_rank is UNSET
-        )
+        return bool(_to_strip(self) != _NONE_TO_STRIP)
 
     @property
     def wants_special_tokens(self) -> bool:
@@ -112,6 +104,8 @@ class ApiBody(ChatFields, kw_only=True):
         return _string(self.cache_salt)
 
 
+_to_strip = operator.attrgetter(*STRIPPED)
+_NONE_TO_STRIP: Final = (UNSET,) * len(STRIPPED)
 _decoder = msgspec.json.Decoder(ApiBody)
 _object_decoder = msgspec.json.Decoder(dict[str, Raw])
 _MULTIPART_MODEL: Final = re.compile(rb'name="model"(?:\r\n[^\r\n]+)*\r\n\r\n([^\r\n]*)\r\n')

@@ -96,7 +96,7 @@ class Scanner:
 
     def feed(self, data: bytes) -> bool:
         """Look at the next piece, which is not empty."""
-        if self._settled and data[-1] == LINE_FEED and b"error" not in data and (b'"usage"' not in data or _only_null(data)):
+        if self._settled and data[-1] == LINE_FEED and b"error" not in data and (_USAGE not in data or _only_null(data)):
             return False  # as nearly all pieces are
         if self._cut_off or _USAGE in data or data[-1] in _USAGE:
             self._look_for_usage(data)
