@@ -71,7 +71,7 @@ class ApiBody(ChatFields, kw_only=True):
     @property
     def must_strip(self) -> bool:
         """Whether the body carries fields that must not pass."""
-        return bool(_to_strip(self) != _NONE_TO_STRIP)
+        return _to_strip(self) != _NONE_TO_STRIP
 
     @property
     def wants_special_tokens(self) -> bool:

@@ -6,8 +6,8 @@ import pytest
 
 from engines.types import EngineInfo, EngineKind, EngineSpec
 from router.clients import ClientConnection
-from router.exchange import Exchange, Headers
-from router.forward import ONE_WRITE_BYTES, Line
+from router.exchange import ONE_WRITE_BYTES, Exchange, Headers
+from router.forward import Line
 from router.server import Server
 from router.upstream import Timeouts
 
