@@ -101,6 +101,14 @@ class Router:
         candidates = (await self.route(text, model=model))["candidates"]
         return sum(int(c["overlap"]["device"]) for c in candidates if c["engine"] == engine)
 
+    async def refuses(self) -> bool:
+        """Whether no new connection is accepted."""
+        try:
+            await self.get("/health")
+        except aiohttp.ClientError:
+            return True
+        return False
+
     async def metric(self, name: str, **labels: str) -> float:
         """Sum of a series over all label sets that include `labels`; 0 when there is none."""
         page = (await self.get("/metrics")).body.decode()

@@ -300,14 +300,7 @@ async def test_requests_in_progress_finish_before_the_group_ends(log: Path) -> N
         streams = [await router.begin(f"x{number}", stream=True, max_tokens=60) for number in range(6)]
         router.stop()
 
-        async def refuses() -> bool:
-            try:
-                await router.get("/health")
-            except aiohttp.ClientError:
-                return True
-            return False
-
-        await until(refuses, deadline_s=DEADLINE_S, what="no new connection is accepted")
+        await until(router.refuses, deadline_s=DEADLINE_S, what="no new connection is accepted")
         for stream in streams:
             assert (await stream.read()).rstrip().endswith(b"[DONE]")
 
@@ -321,14 +314,7 @@ async def test_a_second_interrupt_ends_the_group_at_once(log: Path) -> None:
         below = descendants(router.process.pid)
         router.stop(signal.SIGINT)
 
-        async def refuses() -> bool:
-            try:
-                await router.get("/health")
-            except aiohttp.ClientError:
-                return True
-            return False
-
-        await until(refuses, deadline_s=DEADLINE_S, what="no new connection is accepted")
+        await until(router.refuses, deadline_s=DEADLINE_S, what="no new connection is accepted")
         assert engine.running == 1
         router.process.send_signal(signal.SIGINT)
         await until(lambda: not any(map(alive, below)), deadline_s=DEADLINE_S, what="all processes have ended")

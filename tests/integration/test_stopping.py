@@ -32,14 +32,7 @@ async def test_a_second_interrupt_does_not_wait_for_requests_in_flight() -> None
             stream = await router.begin("x", stream=True, max_tokens=10_000)
             process.send_signal(signal.SIGINT)
 
-            async def refuses() -> bool:
-                try:
-                    await router.get("/health")
-                except aiohttp.ClientError:
-                    return True
-                return False
-
-            await until(refuses, deadline_s=30, what="no new connection is accepted")
+            await until(router.refuses, deadline_s=30, what="no new connection is accepted")
             assert process.returncode is None
             assert engine.running == 1
             process.send_signal(signal.SIGINT)
