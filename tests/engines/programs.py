@@ -97,6 +97,8 @@ def vllm(setup: Setup = VLLM) -> Program:
             "OMP_NUM_THREADS": "1",
             # for /reset_prefix_cache
             "VLLM_SERVER_DEV_MODE": "1",
+            # else no response is kept, and none can be gone on from
+            "VLLM_ENABLE_RESPONSES_API_STORE": "1",
         },
         ready_path="/health",
         hits="vllm:prefix_cache_hits_total",
