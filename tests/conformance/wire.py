@@ -23,6 +23,7 @@ UNFINISHED = {
     "vllm": ("vllm:num_requests_running", "vllm:num_requests_waiting"),
     "sglang": ("sglang:num_running_reqs", "sglang:num_queue_reqs"),
 }
+GENERATED = {"vllm": "vllm:generation_tokens_total", "sglang": "sglang:generation_tokens_total"}
 END = b"\xff" * 8
 # The tokenizer has 4,096 entries; the first three are special, and some of the next are single bytes.
 _PLAIN_IDS = range(300, 4000)
@@ -145,6 +146,10 @@ class Client:
         queries, hits = COUNTERS[str(self.engine.kind)]
         page = (await self.get("/metrics")).body.decode()
         return total(page, queries), total(page, hits)
+
+    async def generated(self) -> float:
+        """Tokens generated, by the engine's own count."""
+        return total((await self.get("/metrics")).body.decode(), GENERATED[str(self.engine.kind)])
 
     async def unfinished(self) -> float:
         page = (await self.get("/metrics")).body.decode()
