@@ -13,7 +13,7 @@ T = TypeVar("T")
 POLL_S = 0.01
 
 
-async def until(condition: Callable[[], object] | Callable[[], Awaitable[object]], *, deadline_s: float = 10.0, what: str = "") -> None:
+async def until(condition: Callable[[], object] | Callable[[], Awaitable[object]], *, deadline_s: float = 30.0, what: str = "") -> None:
     """Return once `condition()` (or what it awaits) is true; fail the test, saying `what` never came, after `deadline_s`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s
