@@ -16,9 +16,10 @@ import msgspec
 
 from engines import metrics, sglang, vllm
 from engines.client import EngineClient, Reply, excerpt
-from engines.errors import EngineAnswered, EngineBroken, EngineNotReady, NotAnEngine
+from engines.errors import EngineAnswered, EngineBroken, EngineNotReady, EngineTimeout, EngineUnreachable, NotAnEngine
+from engines.handover import BadHandshake, engine_ids
 from engines.metrics import EngineLoad
-from engines.types import EngineInfo, EngineKind, EngineSpec, KvSource, Model
+from engines.types import Connector, EngineInfo, EngineKind, EngineSpec, KvSource, Model, Role
 from engines.urls import at_rank, host_of, reachable
 from engines.zmtp import socket_type
 
@@ -107,9 +108,10 @@ def describe(info: EngineInfo) -> str:
     ranks = f"rank{'s' if info.pins_rank else ''} {', '.join(map(str, info.ranks))}"
     events = "; ".join(map(_describe_source, info.kv_sources)) or f"publishes no KV events: {info.no_kv_events}"
     load = "" if info.load_path is not None else "; reports no load"
+    transfer = "" if info.role is Role.AGGREGATED else f"; {info.role}, hands KV over by {info.connector}"
     return (
         f"{info.id} is {_NAMES[info.kind]} {info.version}: {models}; {size}{blocks}; {ranks}; {events}; "
-        f"tokenizer {info.tokenizer or 'unknown'}{load}"
+        f"tokenizer {info.tokenizer or 'unknown'}{load}{transfer}"
     )
 
 
@@ -131,6 +133,7 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
         why = "it was started without --kv-events-config"
     else:
         why = f"vLLM {version} does not say where ({told.status} at {vllm.KV_EVENT_SOURCES}, which came with 0.31); give kv-events"
+    role, connector = await _vllm_transfer(client, spec)
     ranks = tuple(source.rank for source in sources) or tuple(caches) or (0,)
     cache = caches.get(ranks[0], metrics.CacheConfig())
     sources = _as_given(spec, client.url, sources, ranks)
@@ -147,8 +150,39 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
         tokenizer=spec.tokenizer or vllm.weights_of(models),
         load_path=vllm.METRICS if page.ok else None,  # one page without load is no reason never to look again
         no_kv_events="" if sources else why,
+        role=role,
+        connector=connector,
+        bootstrap=spec.bootstrap,
+        transfer_ids=await _transfer_ids(client, spec, version) if (role, connector) == (Role.PREFILL, Connector.MOONCAKE) else (),
+        kv_dtype=cache.dtype,
         boot=metrics.read_boot(text),
     )
+
+
+async def _vllm_transfer(client: EngineClient, spec: EngineSpec) -> tuple[Role, Connector | None]:
+    """What it is for, and how it hands KV over: as given, else as it says in development mode."""
+    told = await client.ask(vllm.CONFIGURATION)
+    read = vllm.read_transfer(told.body) if told.ok else None
+    role, connector = read or (Role.AGGREGATED, None)
+    if spec.role is not None:
+        role = spec.role
+    if role is Role.AGGREGATED:
+        return role, None
+    return role, spec.connector or connector or (Connector.NIXL if spec.bootstrap is None else Connector.MOONCAKE)
+
+
+async def _transfer_ids(client: EngineClient, spec: EngineSpec, version: str) -> tuple[tuple[int, str], ...]:
+    if spec.bootstrap is None:
+        raise EngineNotReady(
+            f"vLLM {version} prefills for Mooncake and does not say where its bootstrap server is: give bootstrap=http://HOST:PORT"
+        )
+    try:
+        told = await client.elsewhere(spec.bootstrap).ask(vllm.TRANSFER_IDS)
+        if not told.ok:
+            raise told.refusal()
+        return tuple(sorted(engine_ids(told.body).items()))
+    except (EngineUnreachable, EngineTimeout, EngineAnswered, BadHandshake) as error:
+        raise EngineNotReady(f"its bootstrap server {spec.bootstrap}: {error}") from error
 
 
 async def _sglang(client: EngineClient, spec: EngineSpec, server: sglang.ServerInfo) -> EngineInfo:
@@ -161,6 +195,11 @@ async def _sglang(client: EngineClient, spec: EngineSpec, server: sglang.ServerI
     models = vllm.read_models(listed.body)
     if models is None:
         raise NotAnEngine(f"answered {sglang.SERVER_INFO} as SGLang does, but {sglang.MODELS} with {excerpt(listed.body)!r}")
+    role = sglang.role(server)
+    if spec.role not in {None, role}:
+        raise EngineNotReady(
+            f"SGLang {server.version} was started with --disaggregation-mode {server.disaggregation_mode}, not {spec.role}"
+        )
     ranks = sglang.ranks(server)
     sources = _as_given(spec, client.url, sglang.read_kv_sources(server, host_of(client.url)), ranks)
     return EngineInfo(
@@ -177,6 +216,10 @@ async def _sglang(client: EngineClient, spec: EngineSpec, server: sglang.ServerI
         max_num_batched_tokens=sglang.max_batched_tokens(server),
         load_path=await _sglang_load_path(client),
         no_kv_events="" if sources else "it was started without --kv-events-config (or with another publisher than zmq over tcp)",
+        role=role,
+        connector=None if role is Role.AGGREGATED else Connector.ROOMS,
+        bootstrap=spec.bootstrap or sglang.bootstrap(server, host_of(client.url)),
+        kv_dtype=sglang.kv_dtype(server),
     )
 
 

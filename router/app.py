@@ -37,6 +37,7 @@ from router.answers import Answers
 from router.caches import Caches
 from router.census import Census
 from router.chooser import Chooser
+from router.disagg import StaticRule
 from router.exchange import Exchange
 from router.fleet import Fleet
 from router.gate import Gate, HeaderNames
@@ -45,6 +46,8 @@ from router.intake import Intake
 from router.load import LoadBook
 from router.membership import Membership
 from router.metrics import Metrics
+from router.pair import PairSender
+from router.pairing import DisaggRules, Pairing
 from router.processes.parent import processes
 from router.processes.part import Inside, Part
 from router.prompts.book import PromptBook
@@ -128,13 +131,16 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         prompts = PromptBook(tokenizer=settings.tokenizer)
         whereabouts = Whereabouts(session, pass_clients_keys=guards.door is None)
         intake = Intake(fleet, prompts, whereabouts, session_header=settings.session_header.lower().encode(), tokenize=scheduler.uses_cache)
-        chooser = Chooser(fleet, caches, load, scheduler, mirror, clock=clock)
+        static = StaticRule(settings.eff_isl_threshold, settings.eff_isl_ratio_threshold)
+        pairing = Pairing(DisaggRules(settings.disagg, static, enforce=settings.without_prefill == "enforce"))
+        chooser = Chooser(fleet, caches, load, scheduler, mirror, pairing=pairing, clock=clock)
 
         group = await stack.enter_async_context(cancelled_at_exit())
         membership = Membership(
             fleet=fleet,
             caches=caches,
             load=load,
+            pairing=pairing,
             relay=relay if sharing is None else sharing,
             mirror=mirror,
             prompts=prompts,
@@ -154,7 +160,16 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         )
         gate = _gate(settings.admission, chooser, metrics, 1 if part is None else part.processes)
         proxy = Proxy(
-            intake, chooser, gate, membership.lines, metrics, whereabouts, suspect=monitor.suspect, clock=clock, resumes=settings.resume
+            intake,
+            chooser,
+            gate,
+            membership.lines,
+            metrics,
+            whereabouts,
+            pairs=PairSender(membership.lines, chooser, metrics, settings.kv_transfer_timeout_s, clock),
+            suspect=monitor.suspect,
+            clock=clock,
+            resumes=settings.resume,
         )
         group_of_all = None if part is None else part.group
         answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: not server.stopping, group=group_of_all)

@@ -11,11 +11,13 @@ from typing import Final, Protocol
 import msgspec
 
 from discovery.signal import Signal
-from engines.types import Endpoint
+from engines.types import Endpoint, Role
 from router.caches import Caches
+from router.disagg import Facts, Split, Why
 from router.fleet import Fleet, Member
 from router.intake import Asked
 from router.load import LoadBook, Reservation
+from router.pairing import Pairing, same_tokens, undivided
 from router.scheduling.explain import reused_blocks
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.types import Candidate, Decision, Load, Overlap, Rejection
@@ -64,6 +66,10 @@ class Choice(msgspec.Struct, frozen=True):
     member: Member
     keys: list[int]
     """The prompt's blocks, in the chosen endpoint's block size."""
+    split: Split | None = None
+    """Where the prompt is computed, and why; None on an engine that takes whole requests."""
+    prefill: Choice | None = None
+    """Who computes the prompt, where that is another engine."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -79,6 +85,11 @@ class Choice(msgspec.Struct, frozen=True):
     @property
     def uncached_tokens(self) -> int:
         """Prompt tokens that this request adds to what the endpoint has to compute: not those being computed for another one."""
+        return 0 if self.prefill is not None else self.prompt_left
+
+    @property
+    def prompt_left(self) -> int:
+        """Prompt tokens that the endpoint neither has nor is computing."""
         chosen = self.decision.chosen
         return max(0, self.asked.request.prompt_tokens - reused_blocks(chosen.overlap) * chosen.block_size)
 
@@ -91,8 +102,16 @@ class Choice(msgspec.Struct, frozen=True):
 class Chooser:
     """Puts requests to the policy, and counts what it chose."""
 
-    def __init__(
-        self, fleet: Fleet, caches: Caches, load: LoadBook, scheduler: Scheduler, signals: Signals, *, clock: Callable[[], float]
+    def __init__(  # noqa: PLR0913  it is where all that is known of engines comes together
+        self,
+        fleet: Fleet,
+        caches: Caches,
+        load: LoadBook,
+        scheduler: Scheduler,
+        signals: Signals,
+        *,
+        pairing: Pairing,
+        clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
         self._caches = caches
@@ -100,11 +119,20 @@ class Chooser:
         self._scheduler = scheduler
         self._signals = signals
         self._clock = clock
+        self.pairing = pairing
 
     def decide(self, asked: Asked, tried: set[str]) -> Choice:
-        """Choose an endpoint among engines not in `tried`. Raises NoCandidate when none is left, PolicyError when the policy fails."""
+        """Choose an endpoint among engines not in `tried`, and for one that decodes, who computes the prompt.
+
+        Raises NoCandidate when none is left, PolicyError when the policy fails.
+        """
         now = self._clock()
         able, rejected = self._able(asked, tried, now)
+        choice = self._choose(asked, able, rejected, now)
+        return choice if choice.member.info.role is not Role.DECODE else self._pair(choice, tried, now)
+
+    def _choose(self, asked: Asked, able: list[_Able], rejected: list[tuple[Endpoint, Rejection]], now: float) -> Choice:
+        """What the policy takes of these."""
         if not self._scheduler.uses_cache:
             return self._decide_by_load(asked, able, rejected, now)
         seen = [self._see(member, endpoint, load, asked, now) for member, endpoint, load in able]
@@ -133,9 +161,38 @@ class Chooser:
         decision = self._scheduler.decide(asked.request, candidates, rejected, now)
         return Choice(asked, decision, able[decision.position][0], [])
 
+    def _pair(self, choice: Choice, tried: set[str], now: float) -> Choice:
+        """The same choice of who decodes, with who computes the prompt."""
+        asked, decode = choice.asked, choice.endpoint
+        able = self._partners(choice.member, decode, asked, tried, now)
+        if not able:
+            return msgspec.structs.replace(choice, split=Split(undivided(asked) or Why.NO_PARTNER))
+        prefill = self._choose(asked, able, [], now)
+        at_decode, at_prefill = choice.decision.chosen.load, prefill.decision.chosen.load
+        facts = Facts(
+            prompt_tokens=asked.request.prompt_tokens,
+            cached_at_decode=asked.request.prompt_tokens - choice.prompt_left,
+            cached_at_prefill=asked.request.prompt_tokens - prefill.prompt_left,
+            queued_at_decode=at_decode.active_prefill_tokens,
+            queued_at_prefill=at_prefill.active_prefill_tokens,
+            decoding=at_decode.active_requests,
+        )
+        split = self.pairing.split(asked, facts, (prefill.endpoint, decode), now, must=choice.member.only_paired)
+        return msgspec.structs.replace(choice, split=split, prefill=prefill if split.remote else None)
+
+    def _partners(self, member: Member, decode: Endpoint, asked: Asked, tried: set[str], now: float) -> list[_Able]:
+        """Endpoints that can compute the prompt for `decode` now."""
+        if undivided(asked) is not None:
+            return []
+        partners, _ = self._with_room(self._fleet.partners(member, asked.request.model), tried, now)
+        return [able for able in partners if self.pairing.usable((able[1], decode), now) and same_tokens(asked, able[1], decode)]
+
     def reserve(self, choice: Choice) -> Reservation:
-        """Count the request on its endpoint, until the reservation is released."""
-        return self._load.reserve(choice.endpoint, choice.keys, choice.uncached_tokens)
+        """Count the request on its endpoint, and on the one that computes its prompt, until the reservation is released."""
+        reservation = self._load.reserve(choice.endpoint, choice.keys, choice.uncached_tokens)
+        if choice.prefill is not None:
+            reservation.prefill = self._load.reserve(choice.prefill.endpoint, choice.prefill.keys, choice.prefill.uncached_tokens)
+        return reservation
 
     def rejections(self, asked: Asked, tried: set[str]) -> list[tuple[Endpoint, Rejection]] | None:
         """Why no endpoint can take the request now, or None when one can. One that is suspected cannot: who waits can wait for it."""
@@ -166,7 +223,10 @@ class Chooser:
         """The prompt has been computed: it is in the endpoint's cache now, and events should say so."""
         now = self._clock()
         reservation.first_token()
-        if choice.keys:
+        split = choice.split
+        if split is not None and not split.remote and split.facts is not None:
+            self.pairing.computed(choice.endpoint, split.facts.queued_at_decode + split.facts.new_at_decode, now - sent_at, now)
+        if choice.keys and not choice.member.only_paired:  # which caches no prefixes
             self._caches.sent(choice.endpoint, choice.keys, now)
             self._signals.served(choice.endpoint, now, choice.new_blocks, sent_at=sent_at)
 
@@ -178,8 +238,28 @@ class Chooser:
         return [member for member in able if member.info.id == asked.kept_at] or able  # it has left: another one says what it knows
 
     def _able(self, asked: Asked, tried: set[str], now: float) -> tuple[list[_Able], list[tuple[Endpoint, Rejection]]]:
-        """Endpoints that may be chosen, and the others with the reason."""
-        members, rejected = self._fleet.eligible(self._members(asked), tried, now)
+        """Endpoints that may be chosen to answer, and the others with the reason."""
+        members = [member for member in self._members(asked) if member.info.role is not Role.PREFILL]
+        able, rejected = self._with_room(members, tried, now)
+        if all(member.info.role is not Role.DECODE for member, _, _ in able):
+            return able, rejected
+        kept = []
+        for one in able:
+            if self._needs_partner(one[0], asked) and not self._partners(one[0], one[1], asked, tried, now):
+                rejected.append((one[1], Rejection.NO_PARTNER))
+            else:
+                kept.append(one)
+        return kept, rejected
+
+    def _needs_partner(self, member: Member, asked: Asked) -> bool:
+        """Whether the engine is of no use to the request without another one that computes its prompt."""
+        if member.info.role is not Role.DECODE:
+            return False
+        return member.only_paired or (self.pairing.rules.enforce and undivided(asked) is None)
+
+    def _with_room(self, members: list[Member], tried: set[str], now: float) -> tuple[list[_Able], list[tuple[Endpoint, Rejection]]]:
+        """Endpoints of these members that can take one more request, and the others with the reason."""
+        members, rejected = self._fleet.eligible(members, tried, now)
         able = []
         most = self._fleet.max_active_requests
         for member in members:

@@ -44,6 +44,13 @@ class Asked(msgspec.Struct):
     """Block keys already made, by identity of the ids and block size."""
     kept_at: str | None = None
     """The one engine that can answer, because it keeps the response that this request goes on from."""
+    _fields: dict[str, msgspec.Raw] | None = None
+
+    def fields(self) -> dict[str, msgspec.Raw]:
+        """The body's fields, each as it came; read on the first call."""
+        if self._fields is None:
+            self._fields = msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])
+        return self._fields
 
     def keys(self, engine_id: str, block_size: int) -> list[int]:
         """The prompt's block keys as an engine counts blocks; the same list for engines that share ids and block size."""

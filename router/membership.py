@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from router.caches import Caches
     from router.fleet import Fleet
     from router.load import LoadBook
+    from router.pairing import Pairing
     from router.pool import EnginePool
     from router.prompts.book import PromptBook
     from router.upstream import Timeouts
@@ -47,6 +48,7 @@ class Membership:
         fleet: Fleet,
         caches: Caches,
         load: LoadBook,
+        pairing: Pairing,
         relay: Follower,
         mirror: Mirror,
         prompts: PromptBook,
@@ -60,6 +62,7 @@ class Membership:
         self._fleet = fleet
         self._caches = caches
         self._load = load
+        self._pairing = pairing
         self._relay = relay
         self._mirror = mirror
         self._prompts = prompts
@@ -100,6 +103,7 @@ class Membership:
         for endpoint in info.endpoints:
             self._caches.discard(endpoint)
             self._load.forget(endpoint)
+            self._pairing.forget(endpoint)
         pool = self.lines.pop(info.id).pool
         pool.close()
         self._leaving.append(pool)

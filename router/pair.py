@@ -1,0 +1,253 @@
+"""How do two engines serve one request? As one unit: the first failure ends both legs, and a client that leaves closes both.
+
+in turn (NIXL)       prefill ──answer: handshake──▶ decode ──first token──▶ client
+at once (Mooncake,   prefill ────────────┐
+SGLang)     decode ─────────────┴──first token──▶ client
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Raw
+
+from engines.errors import EngineClosed, EngineError, EngineUnreachable, TransferFailed
+from engines.handover import PREFILL_PATH, BadHandshake, Handshake, Mooncake, Nixl, Room, decode_leg, prefill_leg, room_for
+from engines.types import Connector
+from router.disagg import Facts
+from router.legs import PrefillLeg, Proof
+from router.retry import Answered, Attempt
+
+if TYPE_CHECKING:
+    from router.chooser import Choice, Chooser
+    from router.exchange import Exchange
+    from router.forward import Line
+    from router.gate import Place
+    from router.metrics import Metrics
+    from router.relay import Relay
+    from router.upstream import EngineConnection
+
+HANDSHAKE_KEPT_S: Final = 20.0
+"""A handshake older than this is not used: vLLM's leases run 30 s by default, and behind an expired one wait wrong tokens."""
+
+_random = random.SystemRandom()
+
+
+class Setback(msgspec.Struct, frozen=True):
+    """A leg has failed."""
+
+    choice: Choice
+    """Of the engine that is to answer for it."""
+    attempt: Attempt
+    relay: Relay | None = None
+    """Where the engine's own words are, if it said any."""
+
+
+class PairSender(msgspec.Struct, frozen=True):
+    """Sends requests to two engines each."""
+
+    lines: Mapping[str, Line]
+    chooser: Chooser
+    metrics: Metrics
+    transfer_timeout_s: float
+    """From the prompt's last token computed to the first one generated elsewhere."""
+    clock: Callable[[], float]
+
+    async def send(self, exchange: Exchange, place: Place, relay: Relay, body: bytes, repeats: int) -> Setback | None:
+        """Both legs, the answer going to `relay`; None when that is over, else which leg failed before it began, and how."""
+        prefill = _prefill_of(place.choice)
+        there, here = (self.lines.get(choice.endpoint.engine) for choice in (prefill, place.choice))
+        if there is None or here is None:
+            left = prefill if there is None else place.choice
+            return Setback(left, Attempt(EngineUnreachable("the engine has just left"), repeats=repeats))
+        handshake = _handshake(prefill)
+        legs = _Legs(self, place, relay, there, here, repeats)
+        try:
+            return await (legs.at_once(exchange, handshake, body) if handshake.at_once else legs.in_turn(exchange, handshake, body))
+        finally:
+            exchange.flow = None
+            legs.close()
+
+
+class _Legs:
+    """The two legs of one attempt."""
+
+    def __init__(self, sender: PairSender, place: Place, relay: Relay, there: Line, here: Line, repeats: int) -> None:
+        self._sender = sender
+        self._place = place
+        self._relay = relay
+        self._there = there
+        self._here = here
+        self._repeats = repeats
+        self._choice = place.choice
+        self._prefill = _prefill_of(place.choice)
+        self._facts = place.choice.split.facts if place.choice.split is not None and place.choice.split.facts is not None else Facts(0)
+        self._pair = (self._prefill.endpoint, place.choice.endpoint)
+        self._leg = PrefillLeg(relay.exchange)
+        self._proof = Proof(relay, self._first_token)
+        self._open: list[tuple[EngineConnection, PrefillLeg | Proof]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._at_once = False
+        self._began = self._decode_began = sender.clock()
+
+    async def in_turn(self, exchange: Exchange, handshake: Handshake, body: bytes) -> Setback | None:
+        """Prefill, then decode with what its answer says."""
+        try:
+            await self._ask_prefill(exchange, handshake)
+        except EngineUnreachable as error:
+            return self._setback(self._prefill, error)
+        await self._leg.done
+        if self._leg.failed:
+            return self._prefill_failed()
+        computed_at = self._computed()
+        try:
+            told = handshake.decode(self._leg.answer)
+        except BadHandshake as error:
+            return self._transfer_failed(str(error))
+        try:
+            connection = await self._connection(self._here)
+        except EngineUnreachable as error:
+            self._sender.metrics.stranded()
+            return self._setback(self._choice, error)
+        if self._sender.clock() - computed_at > HANDSHAKE_KEPT_S:
+            self._sender.metrics.stranded()
+            return self._transfer_failed("the handshake grew too old before the decode engine could be reached")
+        self._ask_decode(exchange, connection, body, told)
+        self._expect_a_token()
+        await self._relay.done
+        return self._outcome()
+
+    async def at_once(self, exchange: Exchange, handshake: Handshake, body: bytes) -> Setback | None:
+        """Both together: the engines wait for each other by themselves."""
+        self._at_once = True
+        try:
+            connection = await self._connection(self._here)
+        except EngineUnreachable as error:
+            return self._setback(self._choice, error)
+        try:
+            await self._ask_prefill(exchange, handshake)
+        except BaseException as error:
+            connection.abandon()
+            if isinstance(error, EngineUnreachable):
+                return self._setback(self._prefill, error)
+            raise
+        self._ask_decode(exchange, connection, body, handshake.decode(b""))
+        self._leg.when_over(self._prefill_over)
+        await self._relay.done
+        if self._leg.failed and not self._proof.proven:
+            return self._prefill_failed()
+        return self._outcome()
+
+    def close(self) -> None:
+        """Nobody wants what has not come yet."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for connection, sink in self._open:
+            if not sink.over:
+                connection.abandon()
+
+    # inside
+
+    async def _connection(self, line: Line) -> EngineConnection:
+        return (None if self._repeats else line.pool.take_idle()) or await line.pool.connect()
+
+    async def _ask_prefill(self, exchange: Exchange, handshake: Handshake) -> None:
+        asked = self._choice.asked
+        body = prefill_leg(asked.request.model, self._ids(), asked.fields(), handshake.prefill())
+        connection = await self._connection(self._there)
+        self._began = self._sender.clock()
+        self._open.append((connection, self._leg))
+        rank = None if self._prefill.member.info.connector is Connector.ROOMS else self._prefill.endpoint.rank  # the room's number tells it
+        connection.send(self._there.request(exchange, body, rank, path=PREFILL_PATH), self._leg)
+
+    def _ask_decode(self, exchange: Exchange, connection: EngineConnection, body: bytes, told: Mapping[str, object]) -> None:
+        fields = msgspec.json.decode(body, type=dict[str, Raw])
+        body = decode_leg(self._choice.member.info.kind, self._ids(), fields, told)
+        self._decode_began = self._sender.clock()
+        self._open.append((connection, self._proof))
+        exchange.flow = connection
+        connection.send(self._here.request(exchange, body, self._choice.endpoint.rank), self._proof)
+
+    def _ids(self) -> Raw:
+        return Raw(msgspec.json.encode(self._choice.asked.tokens[self._choice.endpoint.engine].ids))
+
+    def _prefill_over(self) -> None:
+        if self._leg.failed:
+            self._proof.fail("its prompt could not be computed")
+        elif not self._proof.over:
+            self._computed()
+            self._expect_a_token()
+
+    def _computed(self) -> float:
+        """The prompt is in the prefill engine's cache: that engine is free of it. When that was."""
+        now = self._sender.clock()
+        reservation, facts = self._place.reservation.prefill, self._facts
+        if reservation is not None:
+            self._sender.chooser.first_token(self._prefill, reservation, self._began)
+            reservation.release()
+        if not self._at_once:
+            self._sender.chooser.pairing.prefilled(self._pair, facts.queued_at_prefill + facts.new_at_prefill, now - self._began, now)
+        return now
+
+    def _expect_a_token(self) -> None:
+        if self._proof.proven or self._timer is not None:
+            return
+        timeout_s = self._sender.transfer_timeout_s
+        why = f"no token came within {timeout_s:g} s of the prompt's being computed (kv_transfer_timeout_s)"
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._proof.fail, why)
+
+    def _first_token(self) -> None:
+        """The KV cache has arrived. Where both legs went out at once, the transfer overlaps the prefill and is timed with it."""
+        now, pairing, facts = self._sender.clock(), self._sender.chooser.pairing, self._facts
+        count = facts.new_at_decode * pairing.bytes_per_token.get(self._choice.asked.request.model, 0)
+        if self._at_once:
+            pairing.prefilled(self._pair, facts.queued_at_prefill + facts.new_at_prefill, now - self._began, now)
+            pairing.transferred(self._pair, count, 0.0, now)
+        else:
+            pairing.transferred(self._pair, count, now - self._decode_began, now)
+        self._sender.metrics.transferred(count, now - self._decode_began)
+
+    def _prefill_failed(self) -> Setback:
+        leg = self._leg
+        if leg.head_seen is None or leg.error is not None:
+            return self._setback(self._prefill, leg.error or EngineClosed("it said nothing"))
+        return Setback(self._prefill, Attempt(Answered(leg.head_seen.status, leg.head_seen.retry_after_s), repeats=self._repeats), leg)
+
+    def _outcome(self) -> Setback | None:
+        return None if self._proof.failure is None else self._transfer_failed(str(self._proof.failure))
+
+    def _transfer_failed(self, why: str) -> Setback:
+        self._sender.metrics.transfer_failed()
+        self._sender.chooser.pairing.failed(self._pair, self._sender.clock())
+        return self._setback(self._prefill, TransferFailed(f"from {self._prefill.endpoint} to {self._choice.endpoint}: {why}"))
+
+    def _setback(self, choice: Choice, error: EngineError) -> Setback:
+        engine = choice.endpoint.engine
+        reused = any(
+            connection.reused for connection, sink in self._open if (sink is self._leg) == (engine == self._prefill.endpoint.engine)
+        )
+        return Setback(choice, Attempt(error, reused=reused, repeats=self._repeats))
+
+
+def _handshake(prefill: Choice) -> Handshake:
+    info, rank = prefill.member.info, prefill.endpoint.rank
+    match info.connector:
+        case Connector.MOONCAKE:
+            return Mooncake(f"{_random.getrandbits(128):032x}", dict(info.transfer_ids)[rank], info.bootstrap or "")
+        case Connector.ROOMS:
+            where = urlsplit(info.bootstrap or info.id)
+            room = room_for(_random.getrandbits(62), info.ranks.index(rank), len(info.ranks))
+            return Room(where.hostname or "", where.port or 80, room)
+        case _:
+            return Nixl()
+
+
+def _prefill_of(choice: Choice) -> Choice:
+    if choice.prefill is None:
+        raise AssertionError
+    return choice.prefill
