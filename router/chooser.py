@@ -17,7 +17,7 @@ from router.disagg import Facts, Split, Why
 from router.fleet import Fleet, Member
 from router.intake import Asked
 from router.load import LoadBook, Reservation
-from router.pairing import Pairing, same_tokens, undivided
+from router.pairing import DisaggRules, Pairing, same_tokens, undivided
 from router.scheduling.explain import reused_blocks
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.types import Candidate, Decision, Load, Overlap, Rejection
@@ -110,7 +110,7 @@ class Chooser:
         scheduler: Scheduler,
         signals: Signals,
         *,
-        pairing: Pairing,
+        pairing: Pairing | None = None,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
@@ -119,7 +119,7 @@ class Chooser:
         self._scheduler = scheduler
         self._signals = signals
         self._clock = clock
-        self.pairing = pairing
+        self.pairing = Pairing(DisaggRules()) if pairing is None else pairing
 
     def decide(self, asked: Asked, tried: set[str]) -> Choice:
         """Choose an endpoint among engines not in `tried`, and for one that decodes, who computes the prompt.
