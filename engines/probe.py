@@ -133,7 +133,7 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
         why = "it was started without --kv-events-config"
     else:
         why = f"vLLM {version} does not say where ({told.status} at {vllm.KV_EVENT_SOURCES}, which came with 0.31); give kv-events"
-    role, connector = await _vllm_transfer(client, spec)
+    connector = _vllm_connector(spec)
     ranks = tuple(source.rank for source in sources) or tuple(caches) or (0,)
     cache = caches.get(ranks[0], metrics.CacheConfig())
     sources = _as_given(spec, client.url, sources, ranks)
@@ -150,25 +150,20 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
         tokenizer=spec.tokenizer or vllm.weights_of(models),
         load_path=vllm.METRICS if page.ok else None,  # one page without load is no reason never to look again
         no_kv_events="" if sources else why,
-        role=role,
+        role=spec.role or Role.AGGREGATED,
         connector=connector,
         bootstrap=spec.bootstrap,
-        transfer_ids=await _transfer_ids(client, spec, version) if (role, connector) == (Role.PREFILL, Connector.MOONCAKE) else (),
+        transfer_ids=await _transfer_ids(client, spec, version) if connector is Connector.MOONCAKE and spec.role is Role.PREFILL else (),
         kv_dtype=cache.dtype,
         boot=metrics.read_boot(text),
     )
 
 
-async def _vllm_transfer(client: EngineClient, spec: EngineSpec) -> tuple[Role, Connector | None]:
-    """What it is for, and how it hands KV over: as given, else as it says in development mode."""
-    told = await client.ask(vllm.CONFIGURATION)
-    read = vllm.read_transfer(told.body) if told.ok else None
-    role, connector = read or (Role.AGGREGATED, None)
-    if spec.role is not None:
-        role = spec.role
-    if role is Role.AGGREGATED:
-        return role, None
-    return role, spec.connector or connector or (Connector.NIXL if spec.bootstrap is None else Connector.MOONCAKE)
+def _vllm_connector(spec: EngineSpec) -> Connector | None:
+    """How it hands KV over. vLLM does not say, except in development mode, in an answer that takes seconds."""
+    if spec.role in {None, Role.AGGREGATED}:
+        return None
+    return spec.connector or (Connector.NIXL if spec.bootstrap is None else Connector.MOONCAKE)
 
 
 async def _transfer_ids(client: EngineClient, spec: EngineSpec, version: str) -> tuple[tuple[int, str], ...]:

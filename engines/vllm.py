@@ -14,15 +14,13 @@ from collections.abc import Sequence
 import msgspec
 
 from engines.answers import read_json, whole
-from engines.types import Connector, EngineInfo, KvSource, Model, Role
+from engines.types import EngineInfo, KvSource, Model
 from engines.urls import reachable
 
 VERSION = "/version"
 MODELS = "/v1/models"
 METRICS = "/metrics"
 KV_EVENT_SOURCES = "/kv_event_sources"
-CONFIGURATION = "/server_info?config_format=json"
-"""In development mode only: nothing else tells whether it hands KV over, nor how."""
 TRANSFER_IDS = "/query"
 """Of Mooncake's bootstrap server."""
 ALIVE = "/health"
@@ -75,15 +73,6 @@ def read_kv_sources(answer: bytes, host: str) -> tuple[KvSource, ...]:
     return tuple(sorted(found, key=lambda source: source.rank))
 
 
-def read_transfer(answer: bytes) -> tuple[Role, Connector] | None:
-    """What the configuration says of handing KV over; None when it says nothing, or names a connector that we do not speak."""
-    told = read_json(answer, _Configuration)
-    transfer = None if told is None else told.vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector not in _CONNECTORS:
-        return None
-    return _ROLES.get(transfer.kv_role or "", Role.AGGREGATED), _CONNECTORS[transfer.kv_connector]
-
-
 def binds(endpoint: str) -> bool:
     """Whether vLLM's PUB socket binds this endpoint, by vLLM's own rule."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
@@ -108,23 +97,6 @@ def _model(card: msgspec.Raw) -> Model | None:
     if read is None:
         return None
     return Model(id=read.id, root=read.root, parent=read.parent, max_model_len=read.max_model_len, card=card.copy())
-
-
-_CONNECTORS = {"NixlConnector": Connector.NIXL, "MooncakeConnector": Connector.MOONCAKE}
-_ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE}
-
-
-class _Transfer(msgspec.Struct):
-    kv_connector: str | None = None
-    kv_role: str | None = None
-
-
-class _VllmConfig(msgspec.Struct):
-    kv_transfer_config: _Transfer | None = None
-
-
-class _Configuration(msgspec.Struct):
-    vllm_config: _VllmConfig
 
 
 class _Version(msgspec.Struct):

@@ -239,10 +239,10 @@ class Chooser:
 
     def _able(self, asked: Asked, tried: set[str], now: float) -> tuple[list[_Able], list[tuple[Endpoint, Rejection]]]:
         """Endpoints that may be chosen to answer, and the others with the reason."""
-        members = [member for member in self._members(asked) if member.info.role is not Role.PREFILL]
-        able, rejected = self._with_room(members, tried, now)
-        if all(member.info.role is not Role.DECODE for member, _, _ in able):
-            return able, rejected
+        members = self._members(asked)
+        if not self._fleet.splits:
+            return self._with_room(members, tried, now)
+        able, rejected = self._with_room([member for member in members if member.info.role is not Role.PREFILL], tried, now)
         kept = []
         for one in able:
             if self._needs_partner(one[0], asked) and not self._partners(one[0], one[1], asked, tried, now):

@@ -91,6 +91,8 @@ class Fleet:
     def __init__(self, max_active_requests: int = NO_LIMIT) -> None:
         """No endpoint may have more than `max_active_requests` of ours in flight."""
         self.max_active_requests = max_active_requests
+        self.splits = False
+        """Whether any engine takes a part of a request only."""
         self.members: dict[str, Member] = {}
         self._by_model: dict[str, list[Member]] = {}
         self._able: dict[tuple[str, frozenset[EngineKind]], list[Member]] = {}
@@ -231,6 +233,7 @@ class Fleet:
         self._able = {}
         self._partners = {}
         self._adapters = {}
+        self.splits = any(member.info.role is not Role.AGGREGATED for member in self.members.values())
         for member in self.members.values():
             if member.serving:
                 for model in member.info.models:

@@ -26,6 +26,18 @@ OK = b"HTTP/1.1 200 OK\r\n"
 SSE = OK + b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
 
+NIXL_OFFER = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[7, 8, 9]],
+    "remote_engine_id": "P0",
+    "remote_request_id": "cmpl-x-0-1234",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+"""What vLLM's prefill engine answers beside its token: `kv_transfer_params`."""
+
 
 class Hang(Exception):
     """Nothing more is said on this connection."""

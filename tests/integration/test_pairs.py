@@ -17,27 +17,17 @@ import pytest
 from engines.types import EngineKind, EngineSpec, Role
 from router.disagg import Mode
 from tests.raw import Request, port_of, request, talking
-from tests.raw_engine import DONE, SSE, Close, Hang, RawEngine, Script, answering, chunk, never, streaming, token, whole
+from tests.raw_engine import DONE, NIXL_OFFER, SSE, Close, Hang, RawEngine, Script, answering, chunk, never, streaming, token, whole
 from tests.rig import Router, routing
 from tests.waiting import until
 
 IDS = list(range(400, 500))
-OFFER = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-    "remote_block_ids": [[7, 8, 9]],
-    "remote_engine_id": "P0",
-    "remote_request_id": "cmpl-x-0-1234",
-    "remote_host": "127.0.0.1",
-    "remote_port": 5600,
-    "tp_size": 1,
-}
 DECODED = streaming([token(1), token(2), DONE])
 
 
 def prefilled(**changed: object) -> Script:
     """vLLM's answer to a prefill, with NIXL's handshake."""
-    return answering(whole(msgspec.json.encode({"id": "x", "choices": [{"text": "t"}], "kv_transfer_params": OFFER | changed})))
+    return answering(whole(msgspec.json.encode({"id": "x", "choices": [{"text": "t"}], "kv_transfer_params": NIXL_OFFER | changed})))
 
 
 PREFILLED = prefilled()
@@ -109,7 +99,7 @@ async def test_P13_the_prefill_leg_is_a_clean_request_for_one_token_and_decode_g
             "model": "sim", "prompt": IDS, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "cache_salt": "s", "priority": 3,
             "kv_transfer_params": {"do_remote_decode": True},
         }  # fmt: skip
-        assert told(second) == {"model": "sim", "prompt": IDS, "stream": True, "kv_transfer_params": OFFER} | wants
+        assert told(second) == {"model": "sim", "prompt": IDS, "stream": True, "kv_transfer_params": NIXL_OFFER} | wants
         assert await where(router) == Counter({"remote always": 1})
         assert first.header("x-request-id") == second.header("x-request-id")
 
@@ -120,7 +110,7 @@ async def test_P9_what_a_client_says_of_transfers_is_never_passed_on() -> None:
         answer = await router.complete(IDS, stream=True, **forged)
         assert answer.status == 200
         assert told(there.requests[0])["kv_transfer_params"] == {"do_remote_decode": True}
-        assert told(here.requests[0])["kv_transfer_params"] == OFFER
+        assert told(here.requests[0])["kv_transfer_params"] == NIXL_OFFER
         for one in (told(there.requests[0]), told(here.requests[0])):
             assert not one.keys() & {"bootstrap_room", "bootstrap_host", "data_parallel_rank"}
 
@@ -226,7 +216,9 @@ async def test_P8_every_route_is_two_legs_or_a_counted_reason_why_not(path: str,
     async with pair() as (there, here, router):
         assert (await router.post(path, {"model": "sim", "max_tokens": 2} | body)).status == 200
         assert await where(router) == Counter({why: 1})
-        first, second = ([one for one in engine.requests if path == "/tokenize" or b"/tokenize" not in one.line] for engine in (there, here))
+        first, second = (
+            [one for one in engine.requests if path == "/tokenize" or b"/tokenize" not in one.line] for engine in (there, here)
+        )
         assert (len(first), len(second)) == (int(why.startswith("remote")), 1)
         assert ("kv_transfer_params" in told(second[0])) == why.startswith("remote")
 
@@ -294,7 +286,11 @@ async def test_a_transfer_that_never_comes_ends_in_time() -> None:
 
 @pytest.mark.parametrize(
     "offer",
-    [{"kv_transfer_params": None}, {"kv_transfer_params": {"do_remote_prefill": True}}, {"kv_transfer_params": OFFER | {"remote_block_ids": []}}],
+    [
+        {"kv_transfer_params": None},
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+        {"kv_transfer_params": NIXL_OFFER | {"remote_block_ids": []}},
+    ],
     ids=["none", "malformed", "nothing to pull"],
 )
 async def test_a_handshake_that_could_end_the_decode_server_never_reaches_it(offer: dict[str, object]) -> None:
