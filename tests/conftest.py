@@ -11,7 +11,18 @@ import uvloop
 from pytest_asyncio.plugin import LoopFactory
 
 from discovery import logs
-from tests.engines.fixtures import arrange, launched, real_sglang, real_silent_vllm, real_vllm, real_vllm_pair  # noqa: F401  for all below
+from tests.engines.fixtures import (  # noqa: F401  for all below
+    arrange,
+    launched,
+    one_pair,
+    real_mooncake_pair,
+    real_nixl_pair,
+    real_sglang,
+    real_sglang_pair,
+    real_silent_vllm,
+    real_vllm,
+    real_vllm_pair,
+)
 
 ROOMS = ["engines", "discovery", "router", "planner"]
 

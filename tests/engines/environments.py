@@ -62,15 +62,17 @@ RECIPES = {
         "vllm",
         HERE / "vllm" / "requirements.txt",
         "vllm.entrypoints.cli.main, vllm.entrypoints.openai.api_server, vllm.v1.engine.core, vllm.v1.worker.cpu_worker, "
-        "vllm.model_executor.models.qwen3, vllm.benchmarks.serve",
-        libraries=(("libnuma.so.1", "libnuma1"),),
+        "vllm.model_executor.models.qwen3, vllm.benchmarks.serve, nixl_cu12, mooncake.engine",
+        libraries=(("libnuma.so.1", "libnuma1"), ("libibverbs.so.1", "libibverbs1")),
         metadata=HERE / "vllm" / "metadata",
     ),
     "sglang": Recipe(
         "sglang",
         HERE / "sglang" / "requirements.txt",
-        "sglang.launch_server, sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.qwen3",
+        "sglang.launch_server, sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.qwen3, "
+        "sglang.srt.disaggregation.mooncake.conn, mooncake.engine",
         shim=HERE / "sglang" / "shim",
+        libraries=(("libnuma.so.1", "libnuma1"), ("libibverbs.so.1", "libibverbs1")),
     ),
 }
 

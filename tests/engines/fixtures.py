@@ -3,6 +3,8 @@
 Starting one takes half a minute of a core, most of it imports, one after another. So all that the chosen tests will want are launched
 together, and each fixture waits for its own. A test takes the shared ones and leaves them serving, whatever it does to them in between.
 Prompts of a test must be its own: the engines remember those of others.
+
+Of pairs that hand KV over only one runs at a time: the tests of each follow one another, and the next one takes its place.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import prefixes, programs
+from tests.engines import pairs, prefixes, programs
 from tests.engines.launch import RealEngine
+from tests.engines.pairs import Pair
 from tests.engines.programs import SGLANG, VLLM, Program
 
 TIMEOUT_S = 900
@@ -21,12 +24,16 @@ TIMEOUT_S = 900
 
 
 def arrange(items: list[pytest.Item]) -> None:
-    """Tests with real engines go last, so that whatever is wrong without them is seen first, and are given the time they need."""
+    """Tests with real engines go last, so that whatever is wrong without them is seen first, and are given the time they need.
+
+    Those with a pair of engines come after all others, pair by pair.
+    """
     real = [item for item in items if item.get_closest_marker("real_engine")]
     for item in real:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
-    items.sort(key=lambda item: item in real)
+    kinds = list(_PAIRS)
+    items.sort(key=lambda item: (item in real, *sorted(kinds.index(name) for name in _named(item) if name in _PAIRS)))
 
 
 def _small_vllm() -> Program:
@@ -43,6 +50,7 @@ _MAKERS: dict[str, tuple[Callable[[], Program], ...]] = {
 }
 _WITHIN = {"real_vllm": "real_vllm_pair"}
 """Where both are wanted, the one is part of the other."""
+_PAIRS = {"real_nixl_pair": pairs.NIXL, "real_mooncake_pair": pairs.MOONCAKE, "real_sglang_pair": pairs.SGLANG_TCP}
 
 
 class Shared:
@@ -88,13 +96,17 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def _wanted(items: Sequence[pytest.Item]) -> set[str]:
-    """Fixtures of engines that tests name, as an argument or as a parameter that stands for one."""
-    named: set[object] = set()
-    for item in items:
-        if isinstance(item, pytest.Function):
-            parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-            named.update(item.fixturenames, (value for value in parameters if isinstance(value, str)))
+    """Fixtures of engines that any of the tests names."""
+    named = set[str]().union(*map(_named, items))
     return {name for name in _MAKERS if name in named}
+
+
+def _named(item: pytest.Item) -> set[str]:
+    """Fixtures that a test names, as an argument or as a parameter that stands for one."""
+    if not isinstance(item, pytest.Function):
+        return set()
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return {*item.fixturenames, *(value for value in parameters if isinstance(value, str))}
 
 
 @pytest.fixture(scope="session")
@@ -119,3 +131,49 @@ def real_silent_vllm(launched: Shared) -> RealEngine:
 def real_sglang(launched: Shared) -> RealEngine:
     """One SGLang engine."""
     return launched.ready("real_sglang")[0]
+
+
+class OnePair:
+    """The pair that serves now, if any."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pair: Pair | None = None
+
+    def ready(self, kind: pairs.Kind) -> Pair:
+        """A pair of that kind, both engines serving, whatever a test before did to them."""
+        if self._pair is None or self._pair.kind is not kind:
+            self.close()
+            self._pair = Pair(kind, self._folder)
+        self._pair.start()
+        return self._pair
+
+    def close(self) -> None:
+        if self._pair is not None:
+            self._pair.close()
+        self._pair = None
+
+
+@pytest.fixture(scope="session")
+def one_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnePair]:
+    one = OnePair(tmp_path_factory.mktemp("pairs"))
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def real_nixl_pair(one_pair: OnePair) -> Pair:
+    """Two vLLM engines: the decode engine pulls KV by NIXL."""
+    return one_pair.ready(_PAIRS["real_nixl_pair"])
+
+
+@pytest.fixture
+def real_mooncake_pair(one_pair: OnePair) -> Pair:
+    """Two vLLM engines: the prefill engine pushes KV by Mooncake."""
+    return one_pair.ready(_PAIRS["real_mooncake_pair"])
+
+
+@pytest.fixture
+def real_sglang_pair(one_pair: OnePair) -> Pair:
+    """Two SGLang engines: the prefill engine pushes KV by Mooncake's engine, over TCP."""
+    return one_pair.ready(_PAIRS["real_sglang_pair"])

@@ -37,6 +37,8 @@ class Ports(NamedTuple):
     http: int
     events: int
     replay: int
+    transfer: int
+    """Where a prefill engine tells decode engines how to fetch KV."""
 
 
 class Program(NamedTuple):
