@@ -44,13 +44,14 @@ class Asked(msgspec.Struct):
     """Block keys already made, by identity of the ids and block size."""
     kept_at: str | None = None
     """The one engine that can answer, because it keeps the response that this request goes on from."""
-    _fields: dict[str, msgspec.Raw] | None = None
+    read: dict[str, msgspec.Raw] | None = None
+    """The body's fields, where they have been asked for."""
 
     def fields(self) -> dict[str, msgspec.Raw]:
         """The body's fields, each as it came; read on the first call."""
-        if self._fields is None:
-            self._fields = msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])
-        return self._fields
+        if self.read is None:
+            self.read = msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])
+        return self.read
 
     def keys(self, engine_id: str, block_size: int) -> list[int]:
         """The prompt's block keys as an engine counts blocks; the same list for engines that share ids and block size."""

@@ -182,7 +182,7 @@ class Resumption:
 def _continued(choice: Choice, body: bytes, ids: list[int]) -> Asked:
     """The rest of a request, for engines of the same kind: they are asked by tokens, and looked through for these."""
     asked, kind = choice.asked, choice.member.info.kind
-    rest = msgspec.structs.replace(asked, route=msgspec.structs.replace(asked.route, engines=frozenset({kind})), body=body)
+    rest = msgspec.structs.replace(asked, route=msgspec.structs.replace(asked.route, engines=frozenset({kind})), body=body, read=None)
     if ids and asked.tokens:
         rest.request = msgspec.structs.replace(asked.request, prompt_tokens=len(ids))
         rest.tokens = dict.fromkeys(asked.tokens, Tokens(ids, pack_tokens(ids), "local"))

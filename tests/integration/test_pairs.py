@@ -18,7 +18,7 @@ from engines.types import EngineKind, EngineSpec, Role
 from router.disagg import Mode
 from tests.raw import Request, port_of, request, talking
 from tests.raw_engine import DONE, NIXL_OFFER, SSE, Close, Hang, RawEngine, Script, answering, chunk, never, streaming, token, whole
-from tests.rig import Router, routing
+from tests.rig import Answer, Router, routing
 from tests.waiting import until
 
 IDS = list(range(400, 500))
@@ -49,7 +49,11 @@ def pages_of_sglang(engine: RawEngine, role: str) -> None:
 
 @contextlib.asynccontextmanager
 async def pair(
-    prefill: Script = PREFILLED, decode: Script = DECODED, *, kind: EngineKind = EngineKind.VLLM, **changed: object
+    prefill: Script = PREFILLED,
+    decode: Script = DECODED,
+    *,
+    kind: EngineKind = EngineKind.VLLM,
+    **changed: Any,  # noqa: ANN401  settings
 ) -> AsyncIterator[Pair]:
     async with RawEngine(prefill, kind=kind) as there, RawEngine(decode, kind=kind) as here:
         if kind is EngineKind.SGLANG:
@@ -68,7 +72,7 @@ def told(asked: Request) -> dict[str, Any]:
     return fields
 
 
-async def ask(router: Router, **fields: object) -> Any:  # noqa: ANN401  an Answer
+async def ask(router: Router, **fields: Any) -> Answer:  # noqa: ANN401  JSON
     return await router.complete(IDS, stream=True, **fields)
 
 
@@ -106,7 +110,12 @@ async def test_P13_the_prefill_leg_is_a_clean_request_for_one_token_and_decode_g
 
 async def test_P9_what_a_client_says_of_transfers_is_never_passed_on() -> None:
     async with pair() as (there, here, router):
-        forged = {"kv_transfer_params": {"do_remote_prefill": True}, "bootstrap_room": 1, "bootstrap_host": "evil", "data_parallel_rank": 9}
+        forged: dict[str, Any] = {
+            "kv_transfer_params": {"do_remote_prefill": True},
+            "bootstrap_room": 1,
+            "bootstrap_host": "evil",
+            "data_parallel_rank": 9,
+        }
         answer = await router.complete(IDS, stream=True, **forged)
         assert answer.status == 200
         assert told(there.requests[0])["kv_transfer_params"] == {"do_remote_decode": True}
