@@ -13,11 +13,11 @@ BYTES_A_TOKEN = 100_000
 
 def measured(*, prefill_s: float = 1e-4, link_s: float = 1e-9, local_s: float | None = 1e-4, now: float = 0.0) -> Measured:
     """Paces learned from amounts of two sizes, per token or byte."""
-    paces = {}
+    paces = {"prefill": Pace(), "link": Pace(), "local": Pace()}
     for name, per_unit, unit in (("prefill", prefill_s, 1), ("link", link_s, BYTES_A_TOKEN), ("local", local_s, 1)):
-        paces[name] = Pace()
-        for tokens in () if per_unit is None else (1000, 5000):
-            paces[name].took(tokens * unit, tokens * unit * per_unit, now)
+        if per_unit is not None:
+            for tokens in (1000, 5000):
+                paces[name].took(tokens * unit, tokens * unit * per_unit, now)
     return Measured(paces["prefill"], paces["link"], paces["local"], BYTES_A_TOKEN)
 
 
