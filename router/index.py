@@ -265,10 +265,13 @@ class PrefixIndex:
         >>> index.match([1, 2, 3, 4], within=1 << b) == {b: 1}
         True
         """
-        keys, data, shards = _as_list(keys), pack_keys(keys), self._shards
+        depths: dict[int, int] = {}
+        shards = self._shards
+        if not keys or keys[0] not in shards[keys[0] % _SHARDS]:
+            return depths
+        keys, data = _as_list(keys), pack_keys(keys)
         held = self._live & within
         at, end = 0, len(data)
-        depths: dict[int, int] = {}
         while at < end:
             entry = shards[data[at]].get(keys[at // KEY_BYTES])
             if entry is None:
