@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import compress, count, repeat
 
@@ -187,8 +186,10 @@ class PrefixIndex:
         while at < end:
             entry = shards[data[at]].get(keys[at // KEY_BYTES])
             if entry is None:
-                admitted, length = self._admit(keys, data, at, bit)
+                admitted = self._admit(keys, data, at, bit)
                 added += admitted
+                self.refused += not admitted
+                length = max(admitted, 1) * KEY_BYTES
             elif isinstance(entry, _Run):
                 begin = _find(entry.keys, data, at)
                 length = _common(entry.keys, begin, data, at)
@@ -332,42 +333,43 @@ class PrefixIndex:
         """
         return sum(map(sys.getsizeof, self._shards)) + 60 * self._blocks + sys.getsizeof(self._unswept)
 
-    def _admit(self, keys: list[int], data: bytes, at: int, mask: int) -> tuple[int, int]:
-        """Give `mask` to keys from `data[at]` on that are not in the table, the first of which is not: how many, and how far that went."""
+    def _admit(self, keys: list[int], data: bytes, at: int, mask: int) -> int:
+        """Give `mask` to keys from `data[at]` on, the first of which is not in the table, up to one that is; how many."""
         room = _RUN_MAX if self.max_blocks is None else min(_RUN_MAX, self.max_blocks - self._blocks)
         if room <= 0:
-            self.refused += 1
-            return 0, KEY_BYTES
+            return 0
         first = at // KEY_BYTES
         part, packed = keys[first : first + room], data[at : at + room * KEY_BYTES]
-        if len(part) < _RUN_MIN:
-            self._shards[data[at]][part[0]] = mask
-            self._blocks += 1
-            return 1, KEY_BYTES
-        run = _Run(mask, packed)
-        entries = list(map(dict.setdefault, self._shards_of(packed), part, repeat(run)))
-        admitted = len(part)
-        if entries.count(run) < admitted or len(set(part)) < admitted:
-            own = dict.fromkeys(key for key, entry in zip(part, entries, strict=True) if entry is run)
-            run.keys, admitted = pack_keys(own), len(own)
+        run = _Run(mask, packed) if len(part) >= _RUN_MIN else None
+        entry = mask if run is None else run
+        shards, admitted = self._shards, 0
+        for number, key in zip(packed[::KEY_BYTES], part, strict=True):
+            shard = shards[number]
+            if key in shard:
+                break
+            shard[key] = entry
+            admitted += 1
+        if run is not None and admitted < len(part):
+            run.keys = packed[: admitted * KEY_BYTES]
         self._blocks += admitted
-        return admitted, len(packed) if admitted == len(part) else KEY_BYTES
+        return admitted
 
     def _place(self, keys: list[int], mask: int) -> None:
         """Point `keys`, distinct and in the table but in no run, to `mask`."""
+        shards = self._shards
         for start in range(0, len(keys), _RUN_MAX):
             part = keys[start : start + _RUN_MAX]
             packed = pack_keys(part)
             entry = _Run(mask, packed) if len(part) >= _RUN_MIN else mask
-            deque(map(dict.__setitem__, self._shards_of(packed), part, repeat(entry)), maxlen=0)
+            for number, key in zip(packed[::KEY_BYTES], part, strict=True):
+                shards[number][key] = entry
 
     def _forget(self, packed: bytes) -> None:
         """Nobody holds these keys, all of which are in the table."""
-        deque(map(dict.__delitem__, self._shards_of(packed), unpack_keys(packed)), maxlen=0)
+        shards = self._shards
+        for number, key in zip(packed[::KEY_BYTES], unpack_keys(packed), strict=True):
+            del shards[number][key]
         self._blocks -= len(packed) // KEY_BYTES
-
-    def _shards_of(self, packed: bytes) -> Iterable[_Shard]:
-        return map(self._shards.__getitem__, packed[::KEY_BYTES])
 
     def _cut(self, run: _Run, begin: int, length: int, mask: int) -> None:
         """Take `length` bytes of keys from `begin` on out of `run` and give them `mask`, or forget them when it is 0."""
