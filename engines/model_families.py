@@ -68,4 +68,3 @@ SUSPICIOUS: Final = (
     "mamba", "ssm", "linear_attn", "linear_num", "conv_kernel", "recurrent", "lru_", "kda", "compress", "state_size", "hybrid",
 )  # fmt: skip
 """Parts of names that tell, in a family that is not known here, of layers that are no plain attention."""
-

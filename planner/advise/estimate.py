@@ -54,7 +54,7 @@ class Estimate(msgspec.Struct, frozen=True):
     local_prefill_s: float
     """Among the streams."""
     chunks: int
-    """Steps that the local prefill takes."""
+    """Steps that the local prefill shares with the streams; 1 where it shares none."""
     delay_per_stream_s: float
     interference_s: float
     """Of all streams together: what a remote prefill saves them."""
@@ -78,7 +78,9 @@ def estimate(work: Work, question: Question) -> Estimate:
     if question.decode_step_s is not None:  # divided between weights and caches as estimated
         share = weights_s / (weights_s + caches_s)
         weights_s, caches_s = question.decode_step_s * share, question.decode_step_s * (1 - share)
-    if question.batched_tokens is None:
+    if not streams:
+        local = Local(1, prefill_s, 0.0)
+    elif question.batched_tokens is None:
         local = before(prefill_s)
     else:
         local = beside(prefill_s, weights_s, caches_s, steps_of(tokens, question.batched_tokens, streams))

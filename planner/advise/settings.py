@@ -14,6 +14,7 @@ from planner.advise.gpus import UTILISATION, GpuName
 from planner.advise.links import UnknownLink, parse_link
 
 Text = Annotated[str, Meta(min_length=1)]
+Positive = Annotated[float, Meta(gt=0)]
 Tokens = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 
 
@@ -41,10 +42,10 @@ class AdviseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     tensor_parallel: Annotated[int, Meta(ge=1, le=1024, description="GPUs of one engine.")] = 1
     utilisation: Annotated[float, Meta(gt=0, le=1, description="Share of the GPU's dense bf16 peak that a prefill reaches.")] = UTILISATION
     prefill_tokens_per_s: Annotated[
-        float | None, Meta(gt=0, description="How fast one engine prefills prompts of this length, as measured; estimated without it.")
+        Positive | None, Meta(description="How fast one engine prefills prompts of this length, as measured; estimated without it.")
     ] = None
     decode_step_ms: Annotated[
-        float | None, Meta(gt=0, description="Time of a decode step (ITL) at this concurrency, as measured; estimated without it.")
+        Positive | None, Meta(description="Time of a decode step (ITL) at this concurrency, as measured; estimated without it.")
     ] = None
     chunked_prefill: Annotated[
         bool,
