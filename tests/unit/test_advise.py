@@ -119,6 +119,46 @@ def test_the_weights_counted_from_the_config_are_those_of_the_model(model: str, 
     assert (weights.active + weights.head + weights.embeddings) / 1e9 >= active * 0.95
 
 
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 100,
+}  # fmt: skip
+ATTENTION = 4 * 32 * 32
+
+
+@pytest.mark.parametrize(
+    ("fields", "always", "routed"),
+    [
+        ({"model_type": "llama"}, 2 * (ATTENTION + 3 * 32 * 64), 0),
+        ({"model_type": "gpt_neox"}, 2 * (ATTENTION + 2 * 32 * 64), 0),
+        ({"model_type": "opt", "ffn_dim": 80, "intermediate_size": None}, 2 * (ATTENTION + 2 * 32 * 80), 0),
+        ({"model_type": "bloom", "intermediate_size": None}, 2 * (ATTENTION + 2 * 32 * 128), 0),
+        ({"model_type": "gemma3n_text", "intermediate_size": [64, 128], "num_kv_shared_layers": 1}, 2 * ATTENTION - 2 * 32 * 32 + 2 * 3 * 32 * 96, 0),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, 2 * (ATTENTION + 32 * 4), 2 * 4 * 3 * 32 * 64),
+        (
+            {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 24},
+            2 * (ATTENTION + 32 * 4 + 3 * 32 * 24), 2 * 4 * 3 * 32 * 8,
+        ),
+        (
+            {"model_type": "llama4_text", "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 96},
+            2 * ATTENTION + 3 * 32 * 96 + 32 * 4 + 3 * 32 * 64, 4 * 3 * 32 * 64,
+        ),
+        (
+            {"model_type": "dbrx", "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
+            2 * (ATTENTION + 32 * 4), 2 * 4 * 3 * 32 * 48,
+        ),
+    ],
+)  # fmt: skip
+def test_each_family_has_mlps_of_its_own(fields: dict[str, Any], always: int, routed: int) -> None:
+    weights = count(read_model(SMALL | fields), 2.0)
+    assert (weights.always, weights.routed) == (always, routed)
+
+
+def test_experts_that_nobody_counts_are_an_error() -> None:
+    config = SMALL | {"model_type": "nemotron_h", "hybrid_override_pattern": "E*"}
+    with pytest.raises(ModelConfigError, match="layers of experts, but no num_experts"):
+        count(read_model(config), 2.0)
+
+
 def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
     weights = work("Mixtral-8x7B").weights
     one = 2 * (weights.active + weights.head)
@@ -156,6 +196,19 @@ def test_a_prefills_operations_are_two_for_each_weight_and_four_for_each_pair_of
     weights = llama.weights
     linear = 2 * weights.active * 4096 + 2 * weights.head
     assert llama.flops(4096) == linear + 32 * 4 * 4096 * (4096 * 4097 // 2)
+
+
+def test_each_token_looks_at_no_more_than_its_window() -> None:
+    gpt = work("gpt-oss-20b")
+    linear = 2 * gpt.weights.active * 1000 + 2 * gpt.weights.head
+    pairs = 12 * sum(range(1, 1001)) + 12 * sum(min(token, 128) for token in range(1, 1001))
+    assert gpt.flops(1000) == linear + 4 * 64 * 64 * pairs
+
+
+def test_mla_compares_what_its_heads_are_given_and_not_what_is_kept() -> None:
+    deepseek = work("DeepSeek-V3")
+    linear = 2 * deepseek.weights.active * 1000 + 2 * deepseek.weights.head
+    assert deepseek.flops(1000) == linear + 61 * 2 * 128 * (128 + 64 + 128) * sum(range(1, 1001))
 
 
 @pytest.mark.parametrize("name", ["Gemma-3-27B", "gpt-oss-120b"])

@@ -100,6 +100,13 @@ def test_every_option_has_an_effect(capsys: pytest.CaptureFixture[str], more: st
     assert answered(capsys, base)[field] != answered(capsys, f"{base} {more}")[field]
 
 
+def test_twice_the_gpus_take_half_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    base = "--model Qwen3-8B --prompt-tokens 4000 --link 25GbE"
+    one, two = answered(capsys, base), answered(capsys, f"{base} --tensor-parallel 2")
+    for field in ("prefill_s", "decode_step_s"):
+        assert two[field] == pytest.approx(one[field] / 2)
+
+
 def test_each_field_of_the_json_is_told_in_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "advise.md").read_text()
     fields = answered(capsys, "--model Qwen3-8B --prompt-tokens 4000 --link 25GbE")
@@ -172,6 +179,14 @@ def test_a_config_that_cannot_be_read_is_one_line_and_exit_status_1(
     code, out, err = said(capsys, "--model", str(tmp_path), "--prompt-tokens", "100", "--link", "1GbE")
     assert (code, out, len(err.splitlines())) == (1, "", 1)
     assert words in err
+
+
+def test_a_file_that_is_no_config_is_not_read_whole(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    code, _, err = said(capsys, "--model", str(tmp_path / "config.json"), "--prompt-tokens", "100", "--link", "1GbE")
+    assert code == 1
+    assert err.endswith("config.json is no model's config: it is larger than 16 MiB\n")
 
 
 def test_a_model_that_is_not_there_is_an_error_that_lists_those_that_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
