@@ -7,7 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
-from hypothesis import given
+from hypothesis import given, settings
 
 from engines.kv_bytes import KvShape, Window, kv_shape
 from engines.model_config import read_model
@@ -48,6 +48,7 @@ def answer(name: str, question: Question, **changes: object) -> Estimate:
     return estimate(WORK[name], msgspec.structs.replace(question, **changes))
 
 
+@settings(deadline=None)
 @given(names, tokens, tokens)
 def test_more_tokens_take_more_bytes_and_more_work(name: str, one: int, other: int) -> None:
     fewer, more = sorted((one, other))
@@ -59,6 +60,7 @@ def test_more_tokens_take_more_bytes_and_more_work(name: str, one: int, other: i
         assert found.kv.bytes(fewer) < found.kv.bytes(more)
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         KvShape,
@@ -73,6 +75,7 @@ def test_what_is_bounded_stays_within_its_bound(shape: KvShape, length: int) -> 
     assert 0 <= bounded <= shape.state_bytes + sum(window.tokens * window.bytes_per_token for window in shape.windows)
 
 
+@settings(deadline=None)
 @given(names, tokens)
 def test_an_8_bit_cache_takes_half_but_for_the_states(name: str, length: int) -> None:
     sixteen, eight = kv_shape(MODELS[name], kv_dtype="bfloat16"), kv_shape(MODELS[name], kv_dtype="fp8")
@@ -80,12 +83,14 @@ def test_an_8_bit_cache_takes_half_but_for_the_states(name: str, length: int) ->
     assert eight.state_bytes == sixteen.state_bytes
 
 
+@settings(deadline=None)
 @given(names, st.sampled_from([1, 2, 4, 8, 16, 32, 64]))
 def test_more_ranks_never_keep_less_in_all(name: str, ranks: int) -> None:
     one, many = kv_shape(MODELS[name]), kv_shape(MODELS[name], tensor_parallel=ranks)
     assert one.bytes(1000) <= many.bytes(1000) <= ranks * one.bytes(1000)
 
 
+@settings(deadline=None)
 @given(names, questions, st.floats(1, 1000))
 def test_a_faster_link_never_speaks_against_disaggregation(name: str, question: Question, faster: float) -> None:
     slow = answer(name, question)
@@ -95,6 +100,7 @@ def test_a_faster_link_never_speaks_against_disaggregation(name: str, question: 
     assert VERDICTS.index(fast.verdict) >= VERDICTS.index(slow.verdict)
 
 
+@settings(deadline=None)
 @given(names, questions)
 def test_every_number_is_finite_and_the_verdict_is_theirs(name: str, question: Question) -> None:
     found = answer(name, question)
@@ -109,6 +115,7 @@ def test_every_number_is_finite_and_the_verdict_is_theirs(name: str, question: Q
         assert found.local_s == found.prefill_s
 
 
+@settings(deadline=None)
 @given(names, questions, st.integers(1, 100))
 def test_more_streams_are_disturbed_more_by_a_prefill_that_goes_first(name: str, question: Question, more: int) -> None:
     few = answer(name, question, batched_tokens=None)
@@ -117,6 +124,7 @@ def test_more_streams_are_disturbed_more_by_a_prefill_that_goes_first(name: str,
     assert many.remote_s == few.remote_s
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(NOMINAL)), st.floats(0.001, 1e5).map(lambda number: round(number, 3)))
 def test_links_are_read_as_they_are_written(name: str, number: float) -> None:
     assert parse_link(name.lower()).bytes_per_s == NOMINAL[name] * EFFICIENCY
@@ -141,6 +149,7 @@ TYPES = sorted(
 )
 
 
+@settings(deadline=None)
 @given(names, st.dictionaries(st.sampled_from(FIELDS), values, max_size=4), st.sampled_from([None, *TYPES]), st.integers(1, 16))
 def test_any_object_is_read_or_refused(name: str, changes: dict[str, Any], model_type: str | None, ranks: int) -> None:
     config = MODELS[name] | {"num_hidden_layers": 3} | changes | ({} if model_type is None else {"model_type": model_type})
