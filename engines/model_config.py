@@ -120,8 +120,10 @@ def _layers(model_type: str, fields: Fields) -> Iterator[Layer]:
     kinds = _kinds(model_type, fields)
     alone = any(kind in ("mlp", "moe") for kind in kinds)  # Nemotron-H: a layer is a mixer or an MLP, not one after the other
     shared_from = len(kinds) - fields.count("num_kv_shared_layers")
+    overrides = fields.table("per_layer_config")  # as transformers 5 writes layers that differ
     for index, kind in enumerate(kinds):
-        attention = _attention(model_type, fields, kind, index, keeps_cache=index < shared_from)
+        own = Fields({**fields.values, **overrides.table(str(index)).values})
+        attention = _attention(model_type, own, kind, index, keeps_cache=index < shared_from)
         state = read_state(model_type, fields) if kind in ("state", "both") else None
         mlp: MlpKind
         match kind:
@@ -242,7 +244,7 @@ def _heads(model_type: str, fields: Fields, index: int, *, slides: bool) -> tupl
         heads, kv_heads = fields.whole("swa_num_attention_heads", default=heads), fields.whole("swa_num_key_value_heads")
         head_dim = fields.whole("swa_head_dim", default=head_dim)
         return heads, kv_heads, head_dim, fields.whole("swa_v_head_dim", "v_head_dim", default=head_dim)
-    if not slides and "global_head_dim" in fields:  # Gemma 4: full layers of another shape
+    if not slides and "global_head_dim" in fields and "per_layer_config" not in fields:  # Gemma 4: full layers of another shape
         head_dim = fields.whole("global_head_dim")
         if fields.values.get("attention_k_eq_v"):
             kv_heads = fields.whole("num_global_key_value_heads", default=kv_heads)

@@ -186,6 +186,8 @@ def test_gemma_4s_full_layers_have_a_head_size_of_their_own() -> None:
     assert kv_shape(config).bytes_per_token == 2 * 8 * 512 * 2
     config |= {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
     assert kv_shape(config).bytes_per_token == 2 * 2 * 512 * 2
+    config |= {"per_layer_config": {"5": {"head_dim": 128, "num_key_value_heads": 1}}}  # as transformers 5 writes it
+    assert kv_shape(config).bytes_per_token == 2 * 128 * 2
 
 
 def test_layers_that_share_the_kv_of_earlier_ones_keep_none() -> None:
