@@ -42,6 +42,11 @@ COMMANDS = {
         "engines.simulator.settings:SimulateSettings",
         "engines.simulator.serve:run",
     ),
+    "advise": Command(
+        "say whether prefill/decode disaggregation pays for a model, prompt length and link",
+        "planner.advise.settings:AdviseSettings",
+        "planner.advise.command:run",
+    ),
 }
 
 

@@ -24,6 +24,7 @@ from discovery.logs import event
 from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, Store, StreamMessage
 from discovery.signal import LIVE, Signal, SignalState
 from discovery.translate import Change, Translator
+from engines.blocks import KEY_BYTES, pack_keys
 from engines.events import Cleared, KvBatch
 from engines.types import Endpoint
 
@@ -216,15 +217,20 @@ class Feed:
         self._copy = None
 
     def held(self) -> list[Change]:
-        """What makes an empty copy equal to what is held. O(blocks)."""
+        """What makes an empty copy equal to what is held. O(blocks), at some 10 ns each."""
         return self._translator.held()
 
     def snapshot(self) -> Iterator[SnapshotChunk]:
-        """Everything held at this moment, however late the iterator is run. O(blocks) now, then O(1) a chunk."""
+        """Everything held at this moment, however late the iterator is run. O(blocks) now, as `held`, then O(1) a chunk."""
         self.flush()
-        parts = list(pieces(change.op() for change in self.held())) or [[]]
-        epoch, seq = self._epoch, self._seq
-        return (SnapshotChunk(epoch, seq, number, len(parts), ops) for number, ops in enumerate(parts))
+        epoch, seq, step = self._epoch, self._seq, PIECE_BYTES // KEY_BYTES
+        parts = [(held.tier, held.keys, start) for held in self.held() for start in range(0, len(held.keys), step)]
+        if not parts:
+            return iter([SnapshotChunk(epoch, seq, 0, 1, [])])
+        return (
+            SnapshotChunk(epoch, seq, number, len(parts), [Store(tier, pack_keys(keys[start : start + step]))])
+            for number, (tier, keys, start) in enumerate(parts)
+        )
 
     def _changed(self, changes: list[Change]) -> None:
         for change in changes:

@@ -90,6 +90,8 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a prefill or decode engine hands KV over, where it does not say; vLLM's is taken for NIXL then."""
     bootstrap: str | None = None
     """Where a prefill engine's bootstrap server is, as decode engines reach it: `http://HOST:PORT` (Mooncake, SGLang)."""
+    link: str | None = None
+    """What it hands KV over by, as `100GbE` or `10GB/s`: transfers that are far slower are a fault that is told."""
     group: str = ""
     """Only engines of one group hand KV to each other: for those that look alike and have no link between them."""
     kv_events: str | None = None

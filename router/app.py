@@ -185,6 +185,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
                 fleet=fleet,
                 caches=caches,
                 load=load,
+                pairing=pairing,
                 mirror=mirror,
                 relay=relay,
                 bus=bus,

@@ -14,10 +14,11 @@ from discovery.signal import Signal
 from engines.types import Endpoint, Role
 from router.caches import Caches
 from router.disagg import Facts, Split, Why
+from router.divisible import SPLIT_PATHS, undivided
 from router.fleet import Fleet, Member
 from router.intake import Asked
 from router.load import LoadBook, Reservation
-from router.pairing import DisaggRules, Pairing, same_tokens, undivided
+from router.pairing import DisaggRules, Pairing
 from router.scheduling.explain import reused_blocks
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.types import Candidate, Decision, Load, Overlap, Rejection
@@ -166,7 +167,7 @@ class Chooser:
         asked, decode = choice.asked, choice.endpoint
         able = self._partners(choice.member, decode, asked, tried, now)
         if not able:
-            return msgspec.structs.replace(choice, split=Split(undivided(asked) or Why.NO_PARTNER))
+            return msgspec.structs.replace(choice, split=Split(_undivided(asked) or Why.NO_PARTNER))
         prefill = self._choose(asked, able, [], now)
         at_decode, at_prefill = choice.decision.chosen.load, prefill.decision.chosen.load
         facts = Facts(
@@ -176,16 +177,18 @@ class Chooser:
             queued_at_decode=at_decode.active_prefill_tokens,
             queued_at_prefill=at_prefill.active_prefill_tokens,
             decoding=at_decode.active_requests,
+            carried=self.pairing.carried(asked.request.model, choice.prompt_left),
         )
-        split = self.pairing.split(asked, facts, (prefill.endpoint, decode), now, must=choice.member.only_paired)
+        split = self.pairing.split(facts, (prefill.endpoint, decode), now, must=choice.member.only_paired)
         return msgspec.structs.replace(choice, split=split, prefill=prefill if split.remote else None)
 
     def _partners(self, member: Member, decode: Endpoint, asked: Asked, tried: set[str], now: float) -> list[_Able]:
         """Endpoints that can compute the prompt for `decode` now."""
-        if undivided(asked) is not None:
+        if _undivided(asked) is not None:
             return []
         partners, _ = self._with_room(self._fleet.partners(member, asked.request.model), tried, now)
-        return [able for able in partners if self.pairing.usable((able[1], decode), now) and same_tokens(asked, able[1], decode)]
+        tokens = asked.tokens.get(decode.engine)  # the blocks of other ids would not be those that decode wants
+        return [able for able in partners if asked.tokens.get(able[1].engine) is tokens and self.pairing.usable((able[1], decode), now)]
 
     def reserve(self, choice: Choice) -> Reservation:
         """Count the request on its endpoint, and on the one that computes its prompt, until the reservation is released."""
@@ -255,7 +258,7 @@ class Chooser:
         """Whether the engine is of no use to the request without another one that computes its prompt."""
         if member.info.role is not Role.DECODE:
             return False
-        return member.only_paired or (self.pairing.rules.enforce and undivided(asked) is None)
+        return member.only_paired or (self.pairing.rules.enforce and _undivided(asked) is None)
 
     def _with_room(self, members: list[Member], tried: set[str], now: float) -> tuple[list[_Able], list[tuple[Endpoint, Rejection]]]:
         """Endpoints of these members that can take one more request, and the others with the reason."""
@@ -299,3 +302,10 @@ class Chooser:
             overlaps |= self._caches.overlaps(keys, believed, unbelieved, running)
             in_flight |= {view.endpoint: running[view.endpoint] for view in views if view.endpoint in running}
         return overlaps, in_flight
+
+
+def _undivided(asked: Asked) -> Why | None:
+    """Why the request cannot be shared between two engines; None when it can."""
+    if asked.route.path not in SPLIT_PATHS:
+        return Why.ROUTE
+    return undivided(asked.route, asked.fields()) or (None if asked.tokens else Why.UNTOKENIZED)

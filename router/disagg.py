@@ -10,7 +10,7 @@ such requests have taken before. Pure: numbers in, a `Split` out.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -75,7 +75,7 @@ class StaticRule(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """One request, with the engines that would share it. All but `decoding` in tokens."""
+    """One request, with the engines that would share it. In tokens, where nothing else is said."""
 
     prompt_tokens: int
     cached_at_decode: int = 0
@@ -85,6 +85,8 @@ class Facts(msgspec.Struct, frozen=True):
     queued_at_prefill: int = 0
     decoding: int = 0
     """Streams that are being generated on the decode engine."""
+    carried: int = 0
+    """Bytes of KV cache to hand over."""
 
     @property
     def new_at_decode(self) -> int:
@@ -132,6 +134,11 @@ class Pace:
         """Whether anything has been learned."""
         return self._count > 0
 
+    @property
+    def mean(self) -> tuple[float, float]:
+        """Amount and seconds, of late. Only of a pace that is known."""
+        return self._x / self._count, self._y / self._count
+
     def took(self, amount: float, seconds: float, now: float) -> None:
         """So much has taken so long."""
         self.latest_at = now
@@ -176,6 +183,10 @@ class Paces:
         """What is known there, or else on the whole."""
         return self._each.get(key, self._all)
 
+    def each(self) -> Mapping[object, Pace]:
+        """All that is known, by key."""
+        return self._each
+
     def forget(self, gone: Callable[[object], bool]) -> None:
         """Nothing is known any more for keys that are `gone`."""
         self._each = {key: pace for key, pace in self._each.items() if not gone(key)}
@@ -203,7 +214,6 @@ class Measured(msgspec.Struct, frozen=True):
     """Seconds by bytes handed over."""
     local: Pace
     """Seconds by tokens, at the decode engine."""
-    bytes_per_token: int
 
     def split(self, facts: Facts, now: float) -> Split:
         """The faster way; the remote one where it has not been tried, or not for long."""
@@ -211,7 +221,7 @@ class Measured(msgspec.Struct, frozen=True):
             return Split(Why.UNMEASURED, facts)
         local = self.local if self.local.known else self.prefill
         remote_s = self.prefill.seconds(facts.queued_at_prefill + facts.new_at_prefill)
-        remote_s += self.link.seconds(facts.new_at_decode * self.bytes_per_token)
+        remote_s += self.link.seconds(facts.carried)
         local_s = local.seconds(facts.queued_at_decode + facts.new_at_decode)
         local_s += facts.decoding * local.line()[1] * facts.new_at_decode
         if remote_s < local_s:

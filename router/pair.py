@@ -8,6 +8,7 @@ SGLang)     decode ─────────────┴──first token�
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Raw
 
+from discovery.logs import event
 from engines.errors import EngineClosed, EngineError, EngineUnreachable, TransferFailed
 from engines.handover import PREFILL_PATH, BadHandshake, Handshake, Mooncake, Nixl, Room, decode_leg, prefill_leg, room_for
 from engines.types import Connector
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 HANDSHAKE_KEPT_S: Final = 20.0
 """A handshake older than this is not used: vLLM's leases run 30 s by default, and behind an expired one wait wrong tokens."""
 
+log = logging.getLogger(__name__)
 _random = random.SystemRandom()
 
 
@@ -204,13 +207,13 @@ class _Legs:
     def _first_token(self) -> None:
         """The KV cache has arrived. Where both legs went out at once, the transfer overlaps the prefill and is timed with it."""
         now, pairing, facts = self._sender.clock(), self._sender.chooser.pairing, self._facts
-        count = facts.new_at_decode * pairing.bytes_per_token.get(self._choice.asked.request.model, 0)
+        seconds = now - self._decode_began
         if self._at_once:
             pairing.prefilled(self._pair, facts.queued_at_prefill + facts.new_at_prefill, now - self._began, now)
-            pairing.transferred(self._pair, count, 0.0, now)
-        else:
-            pairing.transferred(self._pair, count, now - self._decode_began, now)
-        self._sender.metrics.transferred(count, now - self._decode_began)
+            pairing.transferred(self._pair, facts.carried, 0.0, now)
+        elif (slow := pairing.transferred(self._pair, facts.carried, seconds, now)) is not None:
+            event(log, logging.WARNING, "slow KV transfers", prefill=str(self._pair[0]), decode=str(self._pair[1]), found=str(slow))
+        self._sender.metrics.transferred(facts.carried, seconds)
 
     def _prefill_failed(self) -> Setback:
         leg = self._leg

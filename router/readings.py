@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from router.gate import Gate
     from router.load import LoadBook
     from router.metrics import Reading
+    from router.pairing import Pairing
     from router.server import Server
 
 ENDPOINT = ("engine", "rank")
@@ -33,6 +34,7 @@ class Readings:
         fleet: Fleet,
         caches: Caches,
         load: LoadBook,
+        pairing: Pairing,
         mirror: Mirror,
         relay: Relay,
         bus: Bus,
@@ -44,6 +46,7 @@ class Readings:
         self._fleet = fleet
         self._caches = caches
         self._load = load
+        self._pairing = pairing
         self._mirror = mirror
         self._relay = relay
         self._bus = bus
@@ -60,6 +63,7 @@ class Readings:
         yield from self._endpoints(endpoints, now)
         yield from self._events()
         yield from self._admission()
+        yield from self._pairs()
         yield "router_index_blocks", "Entries in all prefix tables.", (), [((), len(self._caches))]
         yield "router_index_bytes", "Memory of all prefix tables, estimated.", (), [((), self._caches.memory_bytes())]
         yield "router_index_refused_total", "Blocks not taken in because a table was full.", (), [((), self._caches.refused)]
@@ -110,6 +114,13 @@ class Readings:
         shed = [((reason.value,), float(count)) for reason, count in gate.shed.items()]
         shed.append((("client_left",), float(gate.gave_up)))
         yield "router_admission_shed_total", "Requests not let in, by reason.", ("reason",), shed
+
+    def _pairs(self) -> Iterator[Reading]:
+        labels = ("prefill", "decode")
+        found = [((str(there), str(here)), rate) for (there, here), rate in self._pairing.throughputs()]
+        yield "router_kv_link_bytes_per_second", "Throughput of each pair's handovers of late.", labels, found
+        slow = [((str(there), str(here)), 1.0) for there, here in self._pairing.slow]
+        yield "router_kv_link_slow", "1 for each pair whose handovers take far longer than its link or its peers say.", labels, slow
 
     def _events(self) -> Iterator[Reading]:
         feeds = {(endpoint.engine, str(endpoint.rank)): counts for endpoint, counts in self._relay.stats().items()}

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from discovery.config.errors import ConfigError, nearest
+from engines.links import UnknownLink, parse_link
 from engines.types import Connector, EngineSpec, Role
 from engines.urls import normalise
 
@@ -68,8 +69,13 @@ def _check_cache(spec: EngineSpec) -> None:
         raise ConfigError("kv-replay has no effect without kv-events")
     if spec.bootstrap is not None and not spec.bootstrap.startswith("http://"):
         raise ConfigError(f"bootstrap={spec.bootstrap!r} is not the address of a bootstrap server; write http://HOST:PORT")
-    if spec.role is Role.AGGREGATED and (spec.connector is not None or spec.bootstrap is not None or spec.group):
-        raise ConfigError("connector, bootstrap and group have no effect with role=aggregated")
+    if spec.link is not None:
+        try:
+            parse_link(spec.link)
+        except UnknownLink as error:
+            raise ConfigError(f"link: {error}") from None
+    if spec.role is Role.AGGREGATED and (spec.connector is not None or spec.bootstrap is not None or spec.link is not None or spec.group):
+        raise ConfigError("connector, bootstrap, link and group have no effect with role=aggregated")
     if spec.block_size is not None and spec.block_size < 1:
         raise ConfigError(f"block-size must be at least 1, not {spec.block_size}")
 

@@ -207,7 +207,7 @@ async def test_P3_nothing_reaches_a_decode_engine_of_sglang_that_no_prefill_engi
         ("/v1/completions", {"prompt": IDS, "best_of": 2}, "local several_sequences"),
         ("/v1/completions", {"prompt": IDS, "use_beam_search": True}, "local several_sequences"),
         ("/v1/completions", {"prompt": [IDS, IDS]}, "local several_sequences"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, "local untokenized"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "local several_sequences"),
         ("/v1/completions", {"prompt": IDS, "echo": True}, "local prompt_in_answer"),
         ("/v1/completions", {"prompt": IDS, "prompt_logprobs": 0}, "local prompt_in_answer"),
         ("/v1/completions", {"prompt": "text, and nobody has a tokenizer"}, "local untokenized"),
@@ -230,6 +230,15 @@ async def test_P8_every_route_is_two_legs_or_a_counted_reason_why_not(path: str,
         )
         assert (len(first), len(second)) == (int(why.startswith("remote")), 1)
         assert ("kv_transfer_params" in told(second[0])) == why.startswith("remote")
+
+
+async def test_P8_a_body_that_is_not_json_goes_to_the_decode_engine() -> None:
+    async with pair() as (there, here, router):
+        form = b'--x\r\ncontent-disposition: form-data; name="model"\r\n\r\nsim\r\n--x--\r\n'
+        headers = {"content-type": "multipart/form-data; boundary=x"}
+        assert (await router.post("/v1/audio/transcriptions", form, headers)).status == 200
+        assert [request.body for request in here.requests] == [form]
+        assert await where(router) == Counter({"local route": 1})
 
 
 async def test_P12_engines_of_different_groups_are_never_paired() -> None:

@@ -11,6 +11,10 @@ from router.disagg import RELEARN_S, Facts, Measured, Mode, Pace, Paces, StaticR
 BYTES_A_TOKEN = 100_000
 
 
+def facts(prompt: int, cached_at_decode: int = 0, **others: int) -> Facts:
+    return Facts(prompt, cached_at_decode, carried=max(0, prompt - cached_at_decode) * BYTES_A_TOKEN, **others)
+
+
 def measured(*, prefill_s: float = 1e-4, link_s: float = 1e-9, local_s: float | None = 1e-4, now: float = 0.0) -> Measured:
     """Paces learned from amounts of two sizes, per token or byte."""
     paces = {"prefill": Pace(), "link": Pace(), "local": Pace()}
@@ -18,7 +22,7 @@ def measured(*, prefill_s: float = 1e-4, link_s: float = 1e-9, local_s: float | 
         if per_unit is not None:
             for tokens in (1000, 5000):
                 paces[name].took(tokens * unit, tokens * unit * per_unit, now)
-    return Measured(paces["prefill"], paces["link"], paces["local"], BYTES_A_TOKEN)
+    return Measured(paces["prefill"], paces["link"], paces["local"])
 
 
 @pytest.mark.parametrize(
@@ -40,47 +44,47 @@ def test_static_is_dynamos_rule(prompt: int, cached: int, remote: bool) -> None:
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
 def test_always_and_never_need_no_numbers(prompt: int, cached: int) -> None:
-    nothing = Measured(Pace(), Pace(), Pace(), 0)
+    nothing = Measured(Pace(), Pace(), Pace())
     assert decide(Mode.ALWAYS, StaticRule(), Facts(prompt, cached), nothing, 0.0).remote
     assert not decide(Mode.NEVER, StaticRule(), Facts(prompt, cached), nothing, 0.0).remote
 
 
 def test_measured_takes_the_faster_way_and_says_both_numbers() -> None:
     slow_link = measured(link_s=1e-8)  # 100 MB/s: 1 ms a token, ten times what computing it takes
-    split = decide(Mode.MEASURED, StaticRule(), Facts(4000), slow_link, 0.0)
+    split = decide(Mode.MEASURED, StaticRule(), facts(4000), slow_link, 0.0)
     assert split.why is Why.SLOWER
     assert [split.remote_s, split.local_s] == pytest.approx([4.4, 0.4])
 
     fast_link = measured(link_s=1e-11)
-    split = decide(Mode.MEASURED, StaticRule(), Facts(4000, decoding=3), fast_link, 0.0)
+    split = decide(Mode.MEASURED, StaticRule(), facts(4000, decoding=3), fast_link, 0.0)
     assert split.why is Why.FASTER
     assert [split.remote_s, split.local_s] == pytest.approx([0.404, 1.6])
 
 
 def test_what_counts_besides_the_prompt() -> None:
     paces = measured(link_s=1e-11)
-    alone = paces.split(Facts(4000, decoding=1), 0.0)
+    alone = paces.split(facts(4000, decoding=1), 0.0)
     assert alone.why is Why.FASTER
-    queued = paces.split(Facts(4000, decoding=1, queued_at_prefill=8000), 0.0)
+    queued = paces.split(facts(4000, decoding=1, queued_at_prefill=8000), 0.0)
     assert queued.why is Why.SLOWER
-    cached_there = paces.split(Facts(4000, cached_at_prefill=3900), 0.0)
+    cached_there = paces.split(facts(4000, cached_at_prefill=3900), 0.0)
     assert cached_there.why is Why.FASTER
-    cached_here = paces.split(Facts(4000, cached_at_decode=3999, queued_at_prefill=100), 0.0)
+    cached_here = paces.split(facts(4000, cached_at_decode=3999, queued_at_prefill=100), 0.0)
     assert cached_here.why is Why.SLOWER
 
 
 def test_a_way_that_has_not_been_tried_is_tried() -> None:
-    assert Measured(Pace(), Pace(), Pace(), 1).split(Facts(4000), 0.0).why is Why.UNMEASURED
+    assert Measured(Pace(), Pace(), Pace()).split(facts(4000), 0.0).why is Why.UNMEASURED
 
 
 def test_a_slow_way_is_tried_again_after_a_while() -> None:
     paces = measured(link_s=1e-8, now=100.0)
-    assert paces.split(Facts(4000), 100.0 + RELEARN_S).why is Why.SLOWER
-    assert paces.split(Facts(4000), 100.1 + RELEARN_S).why is Why.UNMEASURED
+    assert paces.split(facts(4000), 100.0 + RELEARN_S).why is Why.SLOWER
+    assert paces.split(facts(4000), 100.1 + RELEARN_S).why is Why.UNMEASURED
 
 
 def test_without_a_local_measurement_prefill_stands_in() -> None:
-    split = measured(local_s=None, link_s=1e-8).split(Facts(4000), 0.0)
+    split = measured(local_s=None, link_s=1e-8).split(facts(4000), 0.0)
     assert split.why is Why.SLOWER
     assert split.local_s == pytest.approx(0.4)
 
