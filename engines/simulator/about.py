@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 import msgspec
 from aiohttp import web
 
 from engines.simulator import metrics
+from engines.simulator.connections import Handler
 from engines.simulator.parts import Parts
 from engines.simulator.requests import Refusal, decoded
-from engines.types import EngineKind
+from engines.simulator.settings import Connector
+from engines.types import EngineKind, Role
 
 VLLM_VERSION = "0.32.0"
 SGLANG_VERSION = "0.5.23"
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_BOOTSTRAP_PORT = 8998
 
 
 class _Adapter(msgspec.Struct, frozen=True):
@@ -42,6 +41,7 @@ class About:
             return both | {
                 "GET /version": self._version,
                 "GET /load": self._load,
+                "GET /server_info": self._configuration,
                 "GET /kv_event_sources": self._kv_event_sources,
                 "POST /reset_prefix_cache": self._reset_prefix_cache,
                 "POST /sleep": self._sleep,
@@ -80,12 +80,17 @@ class About:
     async def _metrics(self, _: web.Request) -> web.StreamResponse:
         model = self._parts.settings.model_names[0]
         page = metrics.page(
-            self._parts.core.scheduler, self._parts.settings.kind, model, started=self._parts.started, asleep=self._parts.core.asleep
+            self._parts.core.scheduler,
+            self._parts.settings.kind,
+            model,
+            started=self._parts.started,
+            asleep=self._parts.core.asleep,
+            transfers=None if self._parts.exchange is None else self._parts.exchange.counted(),
         )
         return web.Response(text=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _load(self, _: web.Request) -> web.StreamResponse:
-        return web.json_response({"server_load": len(self._parts.core.scheduler.running) + len(self._parts.core.scheduler.waiting)})
+        return web.json_response({"server_load": len(self._parts.core.scheduler.running) + self._parts.core.scheduler.queued})
 
     async def _kv_event_sources(self, _: web.Request) -> web.StreamResponse:
         if not self._parts.settings.kv_events:
@@ -102,13 +107,34 @@ class About:
         }
         return web.json_response({"0": config})
 
+    async def _configuration(self, _: web.Request) -> web.StreamResponse:
+        """What vLLM says in development mode, as far as a router may want to know it."""
+        settings, exchange = self._parts.settings, self._parts.exchange
+        transfer = None
+        if exchange is not None:
+            transfer = {
+                "kv_connector": {Connector.NIXL: "NixlConnector", Connector.MOONCAKE: "MooncakeConnector"}[settings.connector],
+                "engine_id": exchange.engine_id,
+                "kv_buffer_device": "cpu",
+                "kv_role": "kv_producer" if settings.role is Role.PREFILL else "kv_consumer",
+                "kv_connector_extra_config": {"kv_lease_duration": exchange.lease} if settings.connector is Connector.NIXL else {},
+                "kv_load_failure_policy": settings.kv_load_failure_policy.value,
+            }
+        cache = {"block_size": settings.block_size, "num_gpu_blocks": settings.kv_blocks, "cache_dtype": "auto"}
+        return web.json_response({"vllm_config": {"cache_config": cache, "kv_transfer_config": transfer}})
+
     async def _model_info(self, _: web.Request) -> web.StreamResponse:
         names = {
             "model_path": self._parts.text.folder,
             "tokenizer_path": self._parts.text.folder,
             "served_model_name": self._parts.settings.model_names[0],
         }
-        return web.json_response({**names, "is_generation": True, "disaggregation_mode": "null", "weight_version": "default"})
+        return web.json_response({**names, "is_generation": True, "disaggregation_mode": self._mode(), "weight_version": "default"})
+
+    def _mode(self) -> str:
+        """SGLang's word for the role."""
+        role = self._parts.settings.role
+        return "null" if role is Role.AGGREGATED else role.value
 
     async def _server_info(self, _: web.Request) -> web.StreamResponse:
         settings = self._parts.settings
@@ -129,7 +155,11 @@ class About:
                 "page_size": settings.block_size,
                 "dp_size": 1,
                 "attn_dp_size": 1,
-                "disaggregation_mode": "null",
+                "dtype": "bfloat16",
+                "kv_cache_dtype": "auto",
+                "disaggregation_mode": self._mode(),
+                "disaggregation_transfer_backend": "mooncake",
+                "disaggregation_bootstrap_port": self._bootstrap_port(),
                 "max_running_requests": settings.max_num_seqs,
                 "max_prefill_tokens": settings.max_num_batched_tokens,
                 "chunked_prefill_size": settings.max_num_batched_tokens,
@@ -142,13 +172,18 @@ class About:
             }
         )
 
+    def _bootstrap_port(self) -> int:
+        """A decode engine has no bootstrap server, and tells the port it would have."""
+        exchange = self._parts.exchange
+        return exchange.port if exchange is not None and self._parts.settings.role is Role.PREFILL else _BOOTSTRAP_PORT
+
     async def _loads(self, _: web.Request) -> web.StreamResponse:
         scheduler, cache = self._parts.core.scheduler, self._parts.core.scheduler.cache
         total, used = cache.capacity * cache.block_size, cache.used * cache.block_size
         load = {
             "dp_rank": 0,
             "num_running_reqs": len(scheduler.running),
-            "num_waiting_reqs": len(scheduler.waiting),
+            "num_waiting_reqs": scheduler.queued,
             "num_waiting_uncached_tokens": sum(len(sequence.tokens) for sequence in scheduler.waiting),
             "num_used_tokens": used,
             "num_total_tokens": used,

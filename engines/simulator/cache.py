@@ -9,6 +9,8 @@ it side by side, or the last block of a prompt was computed again, since the las
 later removed, once for each. With `duplicates=False`, as in SGLang, the later copy stays nameless.
 
 Every change is noted in `changes`, in order, for the engine to publish.
+
+A block whose KV is not that of its name's tokens (another engine sent something else) is *spoiled*, until it is taken again.
 """
 
 # ruff: noqa: S101 - `_check` asserts its invariants; nothing else here asserts
@@ -56,6 +58,7 @@ class BlockCache:
         self._references = [0] * capacity
         self._names: list[int | None] = [None] * capacity
         self._holders: dict[int, dict[int, None]] = {}
+        self._spoiled: dict[int, int] = {}
 
     @property
     def free(self) -> int:
@@ -85,6 +88,16 @@ class BlockCache:
             found.append(next(iter(holders)))
         return found
 
+    def spoil(self, blocks: Many[int], how: int) -> None:
+        """Note that the KV in `blocks` is not that of their tokens; `how` says what it is instead."""
+        self._spoiled.update(dict.fromkeys(blocks, how))
+
+    def spoiled(self, blocks: Many[int]) -> int:
+        """How the last spoiled one of `blocks` is spoiled; 0 where none is."""
+        if not self._spoiled:
+            return 0
+        return next((self._spoiled[block] for block in reversed(blocks) if block in self._spoiled), 0)
+
     def fits(self, hits: Many[int], fresh: int) -> bool:
         """Whether `fresh` blocks can be taken once `hits` are held."""
         held = sum(1 for block in hits if not self._references[block])
@@ -103,6 +116,7 @@ class BlockCache:
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
             self._forget(block)
+            self._spoiled.pop(block, None)
             self._references[block] = 1
             taken.append(block)
         return taken

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 from aiohttp import web
 
 from engines.simulator.faults import End, Raw
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # SO_LINGER on, zero seconds: closing then sends a reset instead of a proper end.
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from engines.simulator import events, text
 from engines.simulator.cache import BlockCache, Change
+from engines.simulator.connectors import exchange_of
 from engines.simulator.core import Core
 from engines.simulator.faults import Faults
 from engines.simulator.hashes import BlockNamer
@@ -24,7 +25,8 @@ from engines.simulator.scheduler import Counters, Limits, Scheduler
 from engines.simulator.server import EngineServer
 from engines.simulator.settings import SimulateSettings
 from engines.simulator.timing import Timing
-from engines.types import EngineKind
+from engines.simulator.transfer import KvExchange
+from engines.types import EngineKind, Role
 
 _T = TypeVar("_T")
 _wall_clock_s = time.time  # noqa: TID251 - `created`, process start and event timestamps are wall clock on the wire
@@ -42,6 +44,8 @@ class SimulatedEngine:
         self._tasks: list[asyncio.Task[None]] = []
         self._text: text.ModelText | None = None
         self._port = settings.port
+        self._kv_transfer_port = settings.kv_transfer_port
+        self._exchange: KvExchange | None = None
         self._server: EngineServer | None = None
         self._runner: web.AppRunner | None = None
         self._core: Core | None = None
@@ -89,6 +93,21 @@ class SimulatedEngine:
         return self._publisher.replay if self.settings.kv_events else None
 
     @property
+    def role(self) -> Role:
+        """Which part of a request it takes on."""
+        return self.settings.role
+
+    @property
+    def bootstrap(self) -> str | None:
+        """Where other engines ask it for KV, and routers for its id (Mooncake); None for an engine that takes whole requests."""
+        return f"http://{self.settings.host}:{self._kv_transfer_port}" if self._exchange is not None else None
+
+    @property
+    def exchange(self) -> KvExchange:
+        """What hands its KV over; a new one after each restart. Raises RuntimeError for an engine that takes whole requests."""
+        return _started(self._exchange)
+
+    @property
     def next_seq(self) -> int:
         """The number its next batch of KV events will have."""
         return self._publisher.next_seq
@@ -110,8 +129,8 @@ class SimulatedEngine:
 
     @property
     def waiting(self) -> int:
-        """Sequences queued."""
-        return len(self.core.scheduler.waiting)
+        """Sequences queued, for their turn or for KV."""
+        return self.core.scheduler.queued
 
     @property
     def aborts(self) -> int:
@@ -164,10 +183,23 @@ class SimulatedEngine:
         sglang = settings.kind is EngineKind.SGLANG
         cache = BlockCache(settings.kv_blocks, settings.block_size, duplicates=not sglang)
         limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens)
-        scheduler = Scheduler(cache, Timing.of(settings), limits, model.words, stores_generated_at_end=sglang)
+        scheduler = Scheduler(
+            cache,
+            Timing.of(settings),
+            limits,
+            model.words,
+            stores_generated_at_end=sglang,
+            prefix_caching=not (sglang and settings.role is Role.DECODE),
+        )
         namer = BlockNamer(settings.kind, settings.block_size, settings.hash_seed)
         self._core = Core(scheduler, namer, self._publish)
-        parts = Parts(settings, model, self._core, self._publisher, self.faults, self._history, _wall_clock_s, _wall_clock_s())
+        if (hand_over := exchange_of(settings)) is not None:
+            self._exchange = self._core.exchange = hand_over(settings, self._core, self._group.create_task, self._end)
+            await self._exchange.start(self._kv_transfer_port)
+            self._kv_transfer_port = self._exchange.port
+        parts = Parts(
+            settings, model, self._core, self._exchange, self._publisher, self.faults, self._history, _wall_clock_s, _wall_clock_s()
+        )
         self._server = EngineServer(parts)
         if settings.kv_events:
             await self._publisher.start()
@@ -183,9 +215,15 @@ class SimulatedEngine:
         if not self._port:
             self._port = int(runner.addresses[0][1])
 
+    def _end(self) -> None:
+        """Die of a request; another one that is under way cannot wait for it."""
+        self._group.create_task(self.die())
+
     async def _stop(self) -> None:
         if self._server is not None:
             await self._server.stop()
+        if self._exchange is not None:
+            await self._exchange.stop()
         if self._runner is not None:
             for connection in tuple(self._runner.server.connections if self._runner.server is not None else ()):
                 if connection.transport is not None:
@@ -195,7 +233,7 @@ class SimulatedEngine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._publisher.stop()
-        self._tasks, self._server, self._runner = [], None, None
+        self._tasks, self._server, self._runner, self._exchange = [], None, None, None
 
     def _publish(self, changes: list[Change]) -> None:
         if self.settings.kv_events:

@@ -12,6 +12,7 @@ from engines.simulator.faults import Faults
 from engines.simulator.publisher import Publisher
 from engines.simulator.settings import SimulateSettings
 from engines.simulator.text import ModelText
+from engines.simulator.transfer import KvExchange
 
 
 class Recorded:
@@ -28,7 +29,7 @@ class Recorded:
         self.chunks = 0
         """Stream events sent."""
         self.outcome = "open"
-        """`done`, `refused`, `faulted`, or `aborted` where the client left."""
+        """`done`, `refused`, `failed`, `faulted`, or `aborted` where the client left."""
 
     def header(self, name: str) -> str | None:
         """The first header of that name."""
@@ -53,6 +54,8 @@ class Parts(msgspec.Struct, frozen=True):
     settings: SimulateSettings
     text: ModelText
     core: Core
+    exchange: KvExchange | None
+    """Hands KV over; None in an engine that takes whole requests."""
     publisher: Publisher
     faults: Faults
     history: History

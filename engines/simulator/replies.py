@@ -15,6 +15,16 @@ DONE = b"data: [DONE]\n\n"
 _ENCODER = msgspec.json.Encoder()
 
 
+def failure(kind: EngineKind, message: str, status: int = 500) -> bytes:
+    """How a stream ends in an error."""
+    if kind is EngineKind.SGLANG:
+        names = {500: "INTERNAL_SERVER_ERROR", 400: "BAD_REQUEST"}
+        error = {"object": "error", "message": message, "type": names[status], "param": None, "code": status}
+    else:
+        error = {"message": message, "type": "InternalServerError", "param": None, "code": status}
+    return event({"error": error}) + DONE
+
+
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + _ENCODER.encode(body) + b"\n\n"
@@ -88,8 +98,8 @@ class Reply:
         body["usage"] = self._usage(sum(self._streamed))
         return event(body) + DONE
 
-    def whole(self) -> bytes:
-        """The body of an answer that is not streamed; every sequence has ended."""
+    def whole(self, transfer: dict[str, Any] | None = None) -> bytes:
+        """The body of an answer that is not streamed; every sequence has ended. `transfer` is what vLLM tells a decode engine."""
         if self._ask.shape is Shape.GENERATE:
             answers = [self._generated(index, self._text(index), sequence) for index, sequence in enumerate(self._sequences)]
             return _ENCODER.encode(answers if self._ask.batched else answers[0])
@@ -99,7 +109,7 @@ class Reply:
         if self._ask.shape is Shape.CHAT and self._kind is EngineKind.VLLM:
             body["prompt_token_ids"] = self._ask.prompts[0] if self._ask.return_token_ids else None
         if self._kind is EngineKind.VLLM:
-            body["kv_transfer_params"] = None
+            body["kv_transfer_params"] = transfer
         return _ENCODER.encode(body)
 
     def _choice(self, index: int, sequence: Sequence) -> dict[str, Any]:

@@ -6,10 +6,12 @@ What cannot be served raises `Refusal`, with the status and words of the real en
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from engines.simulator.handover import Handover, Rooms
 from engines.simulator.scheduler import Prompt
 from engines.simulator.text import ModelText, PromptRefused
 from engines.types import EngineKind
@@ -65,15 +67,26 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     salt: str | None = None
     session: str | None = None
     request_id: str = ""
+    transfer: dict[str, Any] | None = None
+    """VLLM's `kv_transfer_params`."""
+    rooms: Rooms | None = None
+    """SGLang's bootstrap fields, one of each for every prompt."""
 
-    def sequences(self, adapter: str | None, output_tokens: int, seed: int) -> list[Prompt]:
-        """One prompt for each sample of each prompt, in the order of their choices."""
+    def sequences(
+        self, adapter: str | None, output_tokens: int, seed: int, handovers: Sequence[Handover | None] = (), *, most: int | None = None
+    ) -> list[Prompt]:
+        """One prompt for each sample of each prompt, in the order of their choices; `handovers` in that order too. At most `most` tokens."""
         limit, ending = (output_tokens, "stop") if self.limit is None else (self.limit, "length")
-        return [
+        if most is not None and most < limit:
+            limit, ending = most, "length"
+        prompts = [
             Prompt(tokens, limit, ending, seed + self.seed + sample, self.salt, adapter, self.session)
             for tokens in self.prompts
             for sample in range(self.samples)
         ]
+        if not handovers:
+            return prompts
+        return [msgspec.structs.replace(prompt, handover=handover) for prompt, handover in zip(prompts, handovers, strict=True)]
 
 
 class _StreamOptions(msgspec.Struct, frozen=True):
@@ -92,12 +105,15 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     session_id: str | None = None
     rid: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int] | None = None
 
 
 class _Chat(_Common, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
-    kv_transfer_params: dict[str, Any] | None = None
     input_ids: list[int] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -123,6 +139,9 @@ class _Generate(msgspec.Struct, frozen=True, kw_only=True):
     rid: str | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int] | None = None
 
 
 class _Tokenize(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,6 +211,7 @@ class Reader:
             salt=asked.cache_salt,
             session=asked.session_id,
             request_id=asked.rid or "",
+            rooms=_rooms(asked, len(prompts)),
         )
 
     def tokenize(self, body: bytes) -> list[int]:
@@ -240,6 +260,8 @@ class Reader:
             salt=asked.cache_salt,
             session=asked.session_id,
             request_id=asked.rid or "",
+            transfer=asked.kv_transfer_params,
+            rooms=_rooms(asked, len(prompts)),
         )
 
     def _render(self, fields: dict[str, Any]) -> str:
@@ -292,6 +314,19 @@ def _whole(ids: object) -> list[int]:
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise Refusal(400, _NOT_INT, param="prompt")
     return ids
+
+
+def _rooms(asked: _Common | _Generate, prompts: int) -> Rooms | None:
+    """Bootstrap fields for each prompt: one for all where they are not lists, and rooms that follow one another."""
+    room = asked.bootstrap_room
+    if room is None:
+        return None
+    rooms = tuple(room) if isinstance(room, list) else tuple(range(room, room + prompts))
+    hosts = tuple(asked.bootstrap_host) if isinstance(asked.bootstrap_host, list) else (asked.bootstrap_host,) * prompts
+    ports = tuple(asked.bootstrap_port) if isinstance(asked.bootstrap_port, list) else (asked.bootstrap_port,) * prompts
+    if not len(rooms) == len(hosts) == len(ports) == prompts:
+        raise Refusal(400, f"bootstrap fields for {len(rooms)} prompts, of which there are {prompts}")
+    return Rooms(hosts, ports, rooms)
 
 
 def _given_ids(params: dict[str, Any] | None) -> list[int] | None:

@@ -1,8 +1,10 @@
 """What does an engine compute next? Continuous batching in first-come order, over a block cache, without a clock.
 
-    submit ──▶ waiting ──plan──▶ running ──complete──▶ a token each ──▶ finished
-                  ▲                 │
-                  └── preempted ────┘  (no block left: the youngest gives its blocks up and starts again)
+    submit ──▶ waiting ──plan──▶ running ──complete──▶ a token each ──▶ finished ──▶ kept ──forget──▶ gone
+                │ ▲                 │                                        (only where another engine is to fetch its KV)
+                │ └── preempted ────┘  (no block left: the youngest gives its blocks up and starts again)
+                │ ▲
+     fetching ◀─┘ └── fetched, unfetched  (blocks are there, and KV for them is on its way from another engine)
 
 The owner asks for a step (`plan`), lets its time pass, and says that it is over (`complete`). Whoever drives it decides what time is:
 a server sleeps, a replay in virtual time only adds.
@@ -18,6 +20,7 @@ from collections import deque
 import msgspec
 
 from engines.simulator.cache import BlockCache, Stored
+from engines.simulator.handover import Contents, Fetch, Handover, Keep, Never, contents, difference
 from engines.simulator.hashes import Chain
 from engines.simulator.timing import Timing
 from engines.simulator.words import Words
@@ -35,12 +38,13 @@ class Prompt(msgspec.Struct, frozen=True):
     salt: str | None = None
     adapter: str | None = None
     session: str | None = None
+    handover: Handover | None = None
 
 
 class Sequence:
     """One prompt under way: its tokens, its blocks, and how far it has come."""
 
-    __slots__ = ("blocks", "cached", "chain", "computed", "done", "preempted", "prompt", "stored", "tokens")
+    __slots__ = ("blocks", "cached", "chain", "computed", "done", "fetches", "preempted", "prompt", "spoiled", "stored", "tokens")
 
     def __init__(self, prompt: Prompt, chain: Chain) -> None:
         self.prompt = prompt
@@ -55,6 +59,10 @@ class Sequence:
         self.cached = 0
         """Prompt tokens found in the cache when it was first scheduled."""
         self.preempted = False
+        self.fetches = isinstance(prompt.handover, Fetch | Never)
+        """Whether KV from another engine is awaited."""
+        self.spoiled = 0
+        """Not 0 where some of its KV is that of other tokens, and how; see `handover.difference`."""
         self.done = False
 
     @property
@@ -90,6 +98,8 @@ class Counters(msgspec.Struct):
     """Prompt tokens looked up in the prefix cache."""
     hits: int = 0
     """Prompt tokens found there."""
+    fetched: int = 0
+    """Prompt tokens whose KV came from another engine."""
     generated: int = 0
     preemptions: int = 0
     aborted: int = 0
@@ -107,15 +117,33 @@ class Limits(msgspec.Struct, frozen=True):
 class Scheduler:
     """The queue, the batch and the cache of one engine."""
 
-    def __init__(self, cache: BlockCache, timing: Timing, limits: Limits, words: Words, *, stores_generated_at_end: bool = False) -> None:
+    def __init__(
+        self,
+        cache: BlockCache,
+        timing: Timing,
+        limits: Limits,
+        words: Words,
+        *,
+        stores_generated_at_end: bool = False,
+        prefix_caching: bool = True,
+    ) -> None:
         self.cache = cache
         self.counters = Counters()
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}
+        self.fetching: dict[Sequence, None] = {}
+        self.kept: dict[Sequence, None] = {}
+        self._to_fetch: list[Sequence] = []
         self._timing = timing
         self._limits = limits
         self._words = words
         self._stores_generated_at_end = stores_generated_at_end
+        self._prefix_caching = prefix_caching
+
+    @property
+    def queued(self) -> int:
+        """Sequences that wait, for their turn or for KV."""
+        return len(self.waiting) + len(self.fetching)
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -126,14 +154,49 @@ class Scheduler:
         """Forget a sequence at once, freeing its blocks; False when it was over already."""
         if sequence.done:
             return False
-        if sequence in self.running:
-            del self.running[sequence]
-        else:
-            self.waiting.remove(sequence)
-        self._release(sequence)
-        sequence.done = True
+        self._drop(sequence)
         self.counters.aborted += 1
         return True
+
+    def fail(self, sequence: Sequence) -> None:
+        """End a sequence in an error."""
+        self._drop(sequence)
+        self.counters.finished["error"] = self.counters.finished.get("error", 0) + 1
+
+    def take_to_fetch(self) -> list[Sequence]:
+        """Those that have been given blocks for KV from another engine since the last call."""
+        taken, self._to_fetch = self._to_fetch, []
+        return [sequence for sequence in taken if not sequence.done]
+
+    def missing(self, sequence: Sequence) -> int:
+        """How many of the blocks of its prompt another engine has to send: the last ones."""
+        return len(sequence.blocks) - sequence.stored
+
+    def fetched(self, sequence: Sequence, given: Contents, cached: int | None = None) -> None:
+        """The missing KV has come, with these contents; all but the last token is computed then. `cached`: what the other engine had cached."""
+        self._count(sequence)
+        length = len(sequence.prompt.tokens)
+        wanted = contents(sequence.prompt.tokens, self.cache.block_size, sequence.prompt.adapter)
+        if spoiled := difference(given, wanted[sequence.stored :]):
+            sequence.spoiled = spoiled
+            self.cache.spoil(sequence.blocks[sequence.stored :], spoiled)
+        self.counters.fetched += length - sequence.computed
+        sequence.cached = length if cached is None else cached
+        sequence.computed = length
+        self._announce(sequence, length)
+        sequence.computed = length - 1
+        self._go_on(sequence)
+
+    def unfetched(self, sequence: Sequence) -> None:
+        """The missing KV will not come: it is computed here."""
+        self._count(sequence)
+        self._go_on(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Give up the blocks of a finished sequence that have been kept for another engine."""
+        if sequence in self.kept:
+            del self.kept[sequence]
+            self._release(sequence)
 
     def plan(self) -> Step | None:
         """Admit what fits and say what the next step computes; None when there is nothing to do."""
@@ -151,6 +214,10 @@ class Scheduler:
                 if not count:
                     break
                 sequence = self.waiting.popleft()
+                if sequence.fetches:
+                    self.fetching[sequence] = None
+                    self._to_fetch.append(sequence)
+                    continue
                 self.running[sequence] = None
                 work.append((sequence, count))
                 budget -= count
@@ -170,7 +237,7 @@ class Scheduler:
             sequence.computed += count
             self._store(sequence)
             if sequence.computed == len(sequence.tokens):
-                token = self._words.following(sequence.tokens, sequence.prompt.seed)
+                token = self._words.following(sequence.tokens, sequence.prompt.seed ^ sequence.spoiled)
                 sequence.tokens.append(token)
                 sequence.chain.extend(sequence.tokens)
                 self.counters.generated += 1
@@ -180,13 +247,17 @@ class Scheduler:
         return gained
 
     def _admit(self, sequence: Sequence, budget: int) -> int:
-        """Give a waiting sequence its blocks for a first chunk; returns its tokens, 0 when there is no room."""
+        """Give a waiting sequence its blocks for a first chunk, or for all it is to fetch; returns its tokens, 0 when there is no room."""
         size = self.cache.block_size
+        if sequence.blocks:  # that was fetched, or failed to be
+            return min(len(sequence.tokens) - sequence.computed, budget)
         # The last token is always computed: its logits are what the first new token is sampled from.
-        findable = (len(sequence.tokens) - 1) // size
+        findable = (len(sequence.tokens) - 1) // size if self._prefix_caching else 0
         hits = self.cache.match(sequence.chain.names[:findable])
         found = len(hits) * size
-        count = min(len(sequence.tokens) - found, budget)
+        count = len(sequence.tokens) - found
+        if not sequence.fetches:
+            count = min(count, budget)
         fresh = -(-(found + count) // size) - len(hits)
         if not self.cache.fits(hits, fresh):
             return 0
@@ -194,11 +265,16 @@ class Scheduler:
         sequence.blocks = hits + self.cache.take(fresh)
         sequence.computed = found
         sequence.stored = len(hits)
-        if not sequence.preempted:
-            sequence.cached = found
-            self.counters.queries += len(sequence.prompt.tokens)
-            self.counters.hits += found
+        sequence.spoiled = self.cache.spoiled(hits)
+        if not sequence.preempted and not sequence.fetches:
+            self._count(sequence)
         return count
+
+    def _count(self, sequence: Sequence) -> None:
+        """Count what of a prompt was found in the cache."""
+        sequence.cached = sequence.computed
+        self.counters.queries += len(sequence.prompt.tokens)
+        self.counters.hits += sequence.computed
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Give a running sequence room for `count` more tokens, preempting the youngest; False when it had to go itself."""
@@ -226,7 +302,7 @@ class Scheduler:
         """Name the full blocks among the first `tokens` that have no name yet."""
         size, names = self.cache.block_size, sequence.chain.names
         first, last = sequence.stored, tokens // size
-        if first >= last:
+        if first >= last or not self._prefix_caching:
             return
         run = Stored(
             names=tuple(names[first:last]),
@@ -244,6 +320,26 @@ class Scheduler:
         reason = sequence.prompt.ending
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
         del self.running[sequence]
+        sequence.done = True
+        match sequence.prompt.handover:
+            case Keep(after_stop=after_stop) if after_stop or reason != "stop":
+                self.kept[sequence] = None
+            case _:
+                self._release(sequence)
+
+    def _go_on(self, sequence: Sequence) -> None:
+        """Let a sequence run that has waited for KV: before those that have waited for their turn only."""
+        del self.fetching[sequence]
+        sequence.fetches = False
+        self.waiting.appendleft(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence in self.running:
+            del self.running[sequence]
+        elif sequence in self.fetching:
+            del self.fetching[sequence]
+        else:
+            self.waiting.remove(sequence)
         self._release(sequence)
         sequence.done = True
 
@@ -254,7 +350,9 @@ class Scheduler:
     def _check(self) -> None:
         """Assert every invariant; for tests."""
         self.cache._check()  # noqa: SLF001 - one structure, checked from its top
-        held = set(itertools.chain.from_iterable(sequence.blocks for sequence in self.running))
+        holding = itertools.chain(self.running, self.waiting, self.fetching, self.kept)
+        held = set(itertools.chain.from_iterable(sequence.blocks for sequence in holding))
         assert len(held) == self.cache.used
-        assert not any(sequence.blocks for sequence in self.waiting)
-        assert not any(sequence.done for sequence in itertools.chain(self.running, self.waiting))
+        assert not any(sequence.blocks and (sequence.fetches or isinstance(sequence.prompt.handover, Keep)) for sequence in self.waiting)
+        assert not any(sequence.done for sequence in itertools.chain(self.running, self.waiting, self.fetching))
+        assert all(sequence.done for sequence in self.kept)

@@ -13,13 +13,15 @@ import msgspec
 from aiohttp import web
 
 from engines.simulator import connections
-from engines.simulator.about import About, Handler
-from engines.simulator.core import Feed
+from engines.simulator.about import About
+from engines.simulator.connections import Handler
+from engines.simulator.core import Feed, RequestFailed
 from engines.simulator.faults import Answer, Break, Delay, Fail, Raw, Script
+from engines.simulator.handover import Handover, from_sglang, from_vllm
 from engines.simulator.parts import Parts, Recorded
-from engines.simulator.replies import DONE, Head, Reply, event
-from engines.simulator.requests import Ask, Reader, Refusal, decoded
-from engines.types import EngineKind
+from engines.simulator.replies import Head, Reply, failure
+from engines.simulator.requests import Ask, Reader, Refusal, Shape, decoded
+from engines.types import EngineKind, Role
 
 _MAX_BODY_BYTES = 1 << 30
 _EMBEDDING_DIMENSIONS = 8
@@ -29,7 +31,7 @@ _SSE = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no
 _RECORD = web.RequestKey("record", Recorded)
 _BREAK = web.RequestKey("break", Break)
 _FAIL = web.RequestKey("fail", Fail)
-_FAILURE = {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "param": None, "code": 500}
+_FAILURE = "EngineCore encountered an issue."
 
 
 class EngineServer:
@@ -82,7 +84,8 @@ class EngineServer:
             self._must_have_key(request)
             response = await self._faulted(request, record, handler)
         except Refusal as refusal:
-            record.outcome = "refused"
+            if record.outcome == "open":
+                record.outcome = "refused"
             return web.Response(status=refusal.status, body=refusal.body(self._parts.settings.kind), content_type="application/json")
         except web.HTTPException as error:
             record.outcome = "refused"
@@ -139,24 +142,56 @@ class EngineServer:
 
     async def _answer(self, request: web.Request, ask: Ask, prefix: str) -> web.StreamResponse:
         self._pinned(request)
+        settings = self._parts.settings
         served, adapter = self._serving(ask.model)
-        prompts = ask.sequences(adapter, self._parts.settings.output_tokens, self._parts.settings.seed)
+        reply_id = self._reply_id(request, ask, prefix)
+        try:
+            handovers = self._handovers(ask, reply_id)
+        except Refusal as refusal:
+            if not ask.stream:
+                raise
+            return await self._refuse_within(request, refusal)
+        most = 1 if settings.kind is EngineKind.SGLANG and settings.role is Role.PREFILL else None
+        prompts = ask.sequences(adapter, settings.output_tokens, settings.seed, handovers, most=most)
         with self._parts.core.generate(prompts) as feed:
-            head = Head(
-                self._reply_id(request, ask, prefix),
-                int(self._parts.clock()),
-                self._parts.settings.kind,
-                self._parts.settings.prompt_tokens_details,
-            )
+            head = Head(reply_id, int(self._parts.clock()), settings.kind, settings.prompt_tokens_details)
             reply = Reply(msgspec.structs.replace(ask, model=served), feed.sequences, self._parts.text.words, head)
             if ask.stream:
                 return await self._stream(request, feed, reply)
-            while feed.left:
-                await feed.take()
+            try:
+                while feed.left:
+                    await feed.take()
+            except RequestFailed as failed:
+                request[_RECORD].outcome = "failed"
+                raise Refusal(500, str(failed), type="500" if settings.kind is EngineKind.SGLANG else "InternalServerError") from failed
             if (broken := request.get(_BREAK)) is not None:
                 request[_RECORD].outcome = "faulted"
                 await connections.end(request, broken.end)
-            return web.Response(body=reply.whole(), content_type="application/json")
+            exchange = self._parts.exchange
+            told = None if exchange is None else exchange.handle(feed.sequences[0])
+            return web.Response(body=reply.whole(told), content_type="application/json")
+
+    def _handovers(self, ask: Ask, reply_id: str) -> list[Handover | None]:
+        """For each sequence, what is asked about its KV; empty for an engine that takes whole requests."""
+        settings, each = self._parts.settings, [(prompt, sample) for prompt in range(len(ask.prompts)) for sample in range(ask.samples)]
+        if settings.role is Role.AGGREGATED:
+            return []
+        if settings.kind is EngineKind.VLLM:
+            numbers = [f"-{index}" if ask.shape is Shape.COMPLETION else "" for index in range(len(each))]
+            keys = [f"{reply_id}{number}-{next(self._ids):08x}" for number in numbers]
+            return [from_vllm(ask.transfer, settings.connector, settings.role, key) for key in keys]
+        if (rooms := ask.rooms) is None:
+            raise Refusal(400, f"Invalid request: Disaggregated request received without bootstrap room id. req.rid='{reply_id}'")
+        return [from_sglang(rooms, prompt, settings.role, samples=ask.samples) for prompt, _ in each]
+
+    async def _refuse_within(self, request: web.Request, refusal: Refusal) -> web.StreamResponse:
+        """Refuse as SGLang's scheduler does when the stream has been opened already."""
+        response = web.StreamResponse(headers=_SSE)
+        await response.prepare(request)
+        request[_RECORD].outcome = "refused"
+        await response.write(failure(self._parts.settings.kind, refusal.message, refusal.status))
+        await response.write_eof()
+        return response
 
     async def _stream(self, request: web.Request, feed: Feed, reply: Reply) -> web.StreamResponse:
         response = web.StreamResponse(headers=_SSE)
@@ -166,7 +201,14 @@ class EngineServer:
         failing: Fail | None = request.get(_FAIL)
         opening = reply.opening()
         while feed.left:
-            pieces = [reply.piece(token) for token in await feed.take()]
+            try:
+                pieces = [reply.piece(token) for token in await feed.take()]
+            except RequestFailed as failed:
+                record.outcome = "failed"
+                told = opening if self._parts.settings.kind is EngineKind.VLLM else b""
+                await response.write(told + failure(self._parts.settings.kind, str(failed)))
+                await response.write_eof()
+                return response
             if opening:
                 pieces.insert(0, opening)
                 opening = b""
@@ -183,7 +225,7 @@ class EngineServer:
                 await connections.end(request, broken.end)
             if failing is not None and record.chunks >= failing.after_chunks:
                 record.outcome = "faulted"
-                await response.write(event({"error": _FAILURE}) + DONE)
+                await response.write(failure(EngineKind.VLLM, _FAILURE))
                 await response.write_eof()
                 return response
         await response.write(reply.closing())

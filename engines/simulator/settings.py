@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from engines.types import EngineKind
+from engines.types import EngineKind, Role
+
+
+class Connector(enum.StrEnum):
+    """How two vLLM engines hand KV over."""
+
+    NIXL = "nixl"
+    """The decode engine reads it, by the handle that the prefill engine's answer has."""
+    MOONCAKE = "mooncake"
+    """The prefill engine sends it, under an id that both have been given."""
+
+
+class LoadFailurePolicy(enum.StrEnum):
+    """What a vLLM decode engine does when it cannot have the KV it was told to fetch."""
+
+    FAIL = "fail"
+    RECOMPUTE = "recompute"
 
 
 class SimulateSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -46,6 +63,35 @@ class SimulateSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         int,
         Meta(ge=0, description="Root of the block hashes a vLLM engine publishes; engine i of several uses hash_seed + i."),
     ] = 0
+    role: Annotated[Role, Meta(description="Part of a request to take on: all of it, or the prompt, or what follows it.")] = Role.AGGREGATED
+    connector: Annotated[Connector, Meta(description="How a vLLM engine that has a role hands KV over; SGLang has a way of its own.")] = (
+        Connector.NIXL
+    )
+    kv_transfer_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="Port where other engines ask for KV: NIXL's side channel, or the bootstrap server of Mooncake or SGLang. Those of several "
+            "engines follow. 0 lets the kernel choose each.",
+        ),
+    ] = 0
+    kv_bytes_per_token: Annotated[int, Meta(ge=1, description="Bytes of KV that one token takes on the way to another engine.")] = 131_072
+    link_bytes_per_s: Annotated[
+        float, Meta(gt=0, description="Bytes per second that leave a prefill engine, shared by the transfers under way.")
+    ] = 12.5e9
+    kv_lease_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="How long a prefill engine keeps KV that is not fetched, and a decode engine waits for KV that is not sent; seconds of the clock. "
+            "0 for what the real ones do: 30 (NIXL), 480 (Mooncake), 300 (SGLang).",
+        ),
+    ] = 0.0
+    kv_load_failure_policy: Annotated[
+        LoadFailurePolicy,
+        Meta(description="What a vLLM decode engine does when it cannot fetch KV: fail the request, or compute the prompt itself."),
+    ] = LoadFailurePolicy.FAIL
     allow_faults: Annotated[bool, Meta(description="Let anyone who reaches the port cause faults by POST /_sim/faults.")] = False
 
     @property
