@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
@@ -43,8 +44,12 @@ def spec_of(way: str, engine: SimulatedEngine) -> EngineSpec:
 
 @contextlib.asynccontextmanager
 async def pair(
-    way: str, *, at_prefill: dict[str, Any] | None = None, at_decode: dict[str, Any] | None = None, **changed: Any
-) -> AsyncIterator[Pair]:  # noqa: ANN401
+    way: str,
+    *,
+    at_prefill: dict[str, Any] | None = None,
+    at_decode: dict[str, Any] | None = None,
+    **changed: Any,  # noqa: ANN401  settings
+) -> AsyncIterator[Pair]:
     async with (
         SimulatedEngine(settings_for(way, Role.PREFILL, **(at_prefill or {}))) as there,
         SimulatedEngine(settings_for(way, Role.DECODE, **(at_decode or {}))) as here,
@@ -79,8 +84,6 @@ async def test_the_answer_is_that_of_one_engine(way: str, stream: bool, api: str
 
 
 def events_of(body: bytes, *, stream: bool) -> list[Any]:
-    import json
-
     if not stream:
         return [json.loads(body)]
     return [json.loads(part.removeprefix(b"data: ")) for part in body.split(b"\n\n") if part and part != b"data: [DONE]"]
