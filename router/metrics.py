@@ -109,10 +109,13 @@ class Metrics:
         """Count where a decode engine's prompt was computed."""
         self._prefills.add(("remote" if split.remote else "local", split.why.value))
 
-    def transferred(self, count: int, seconds: float) -> None:
+    def transferred(self, count: int) -> None:
         """A prompt's KV cache, of `count` bytes, has been handed over."""
         self._transfers.add(("done",))
         self._transfer_bytes.add(amount=count)
+
+    def transfer_took(self, seconds: float) -> None:
+        """So long after a decode engine was asked for it, a stream has its first token."""
         self._transfer_s.add(seconds)
 
     def transfer_failed(self) -> None:

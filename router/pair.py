@@ -27,7 +27,6 @@ from router.retry import Answered, Attempt
 
 if TYPE_CHECKING:
     from router.chooser import Choice, Chooser
-    from router.exchange import Exchange
     from router.forward import Line
     from router.gate import Place
     from router.metrics import Metrics
@@ -61,7 +60,7 @@ class PairSender(msgspec.Struct, frozen=True):
     """From the prompt's last token computed to the first one generated elsewhere."""
     clock: Callable[[], float]
 
-    async def send(self, exchange: Exchange, place: Place, relay: Relay, body: bytes, repeats: int) -> Setback | None:
+    async def send(self, place: Place, relay: Relay, body: bytes, repeats: int) -> Setback | None:
         """Both legs, the answer going to `relay`; None when that is over, else which leg failed before it began, and how."""
         prefill = _prefill_of(place.choice)
         there, here = (self.lines.get(choice.endpoint.engine) for choice in (prefill, place.choice))
@@ -71,9 +70,10 @@ class PairSender(msgspec.Struct, frozen=True):
         handshake = _handshake(prefill)
         legs = _Legs(self, place, relay, there, here, repeats)
         try:
-            return await (legs.at_once(exchange, handshake, body) if handshake.at_once else legs.in_turn(exchange, handshake, body))
+            if handshake.at_once and legs.too_long:
+                return await legs.refused(handshake)
+            return await (legs.at_once(handshake, body) if handshake.at_once else legs.in_turn(handshake, body))
         finally:
-            exchange.flow = None
             legs.close()
 
 
@@ -96,12 +96,28 @@ class _Legs:
         self._open: list[tuple[EngineConnection, PrefillLeg | Proof]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._at_once = False
+        self._ids = Raw(msgspec.json.encode(place.choice.asked.tokens[place.choice.endpoint.engine].ids))
         self._began = self._decode_began = sender.clock()
 
-    async def in_turn(self, exchange: Exchange, handshake: Handshake, body: bytes) -> Setback | None:
+    @property
+    def too_long(self) -> bool:
+        """Whether the prompt alone is more than the prefill engine takes."""
+        longest = max((model.max_model_len or 0 for model in self._prefill.member.info.models), default=0)
+        return 0 < longest < self._facts.prompt_tokens
+
+    async def refused(self, handshake: Handshake) -> Setback:
+        """Only the prefill engine is asked, since it will refuse: its words are the client's answer, and decode need not be told."""
+        try:
+            await self._ask_prefill(handshake)
+        except EngineUnreachable as error:
+            return self._setback(self._prefill, error)
+        await self._leg.done
+        return self._prefill_failed() if self._leg.failed else self._transfer_failed("it took a prompt that is longer than its model takes")
+
+    async def in_turn(self, handshake: Handshake, body: bytes) -> Setback | None:
         """Prefill, then decode with what its answer says."""
         try:
-            await self._ask_prefill(exchange, handshake)
+            await self._ask_prefill(handshake)
         except EngineUnreachable as error:
             return self._setback(self._prefill, error)
         await self._leg.done
@@ -120,12 +136,12 @@ class _Legs:
         if self._sender.clock() - computed_at > HANDSHAKE_KEPT_S:
             self._sender.metrics.stranded()
             return self._transfer_failed("the handshake grew too old before the decode engine could be reached")
-        self._ask_decode(exchange, connection, body, told)
+        self._ask_decode(connection, body, told)
         self._expect_a_token()
         await self._relay.done
         return self._outcome()
 
-    async def at_once(self, exchange: Exchange, handshake: Handshake, body: bytes) -> Setback | None:
+    async def at_once(self, handshake: Handshake, body: bytes) -> Setback | None:
         """Both together: the engines wait for each other by themselves."""
         self._at_once = True
         try:
@@ -133,13 +149,13 @@ class _Legs:
         except EngineUnreachable as error:
             return self._setback(self._choice, error)
         try:
-            await self._ask_prefill(exchange, handshake)
+            await self._ask_prefill(handshake)
         except BaseException as error:
             connection.abandon()
             if isinstance(error, EngineUnreachable):
                 return self._setback(self._prefill, error)
             raise
-        self._ask_decode(exchange, connection, body, handshake.decode(b""))
+        self._ask_decode(connection, body, handshake.decode(b""))
         self._leg.when_over(self._prefill_over)
         await self._relay.done
         if self._leg.failed and not self._proof.proven:
@@ -148,6 +164,7 @@ class _Legs:
 
     def close(self) -> None:
         """Nobody wants what has not come yet."""
+        self._relay.exchange.flow = None
         if self._timer is not None:
             self._timer.cancel()
         for connection, sink in self._open:
@@ -159,25 +176,22 @@ class _Legs:
     async def _connection(self, line: Line) -> EngineConnection:
         return (None if self._repeats else line.pool.take_idle()) or await line.pool.connect()
 
-    async def _ask_prefill(self, exchange: Exchange, handshake: Handshake) -> None:
+    async def _ask_prefill(self, handshake: Handshake) -> None:
         asked = self._choice.asked
-        body = prefill_leg(asked.request.model, self._ids(), asked.fields(), handshake.prefill())
+        body = prefill_leg(asked.request.model, self._ids, asked.fields(), handshake.prefill())
         connection = await self._connection(self._there)
         self._began = self._sender.clock()
         self._open.append((connection, self._leg))
         rank = None if self._prefill.member.info.connector is Connector.ROOMS else self._prefill.endpoint.rank  # the room's number tells it
-        connection.send(self._there.request(exchange, body, rank, path=PREFILL_PATH), self._leg)
+        connection.send(self._there.request(self._relay.exchange, body, rank, path=PREFILL_PATH), self._leg)
 
-    def _ask_decode(self, exchange: Exchange, connection: EngineConnection, body: bytes, told: Mapping[str, object]) -> None:
+    def _ask_decode(self, connection: EngineConnection, body: bytes, told: Mapping[str, object]) -> None:
         fields = msgspec.json.decode(body, type=dict[str, Raw])
-        body = decode_leg(self._choice.member.info.kind, self._ids(), fields, told)
+        body = decode_leg(self._choice.member.info.kind, self._ids, fields, told)
         self._decode_began = self._sender.clock()
         self._open.append((connection, self._proof))
-        exchange.flow = connection
-        connection.send(self._here.request(exchange, body, self._choice.endpoint.rank), self._proof)
-
-    def _ids(self) -> Raw:
-        return Raw(msgspec.json.encode(self._choice.asked.tokens[self._choice.endpoint.engine].ids))
+        self._relay.exchange.flow = connection
+        connection.send(self._here.request(self._relay.exchange, body, self._choice.endpoint.rank), self._proof)
 
     def _prefill_over(self) -> None:
         if self._leg.failed:
@@ -213,7 +227,7 @@ class _Legs:
             pairing.transferred(self._pair, facts.carried, 0.0, now)
         elif (slow := pairing.transferred(self._pair, facts.carried, seconds, now)) is not None:
             event(log, logging.WARNING, "slow KV transfers", prefill=str(self._pair[0]), decode=str(self._pair[1]), found=str(slow))
-        self._sender.metrics.transferred(facts.carried, seconds)
+        self._sender.metrics.transfer_took(seconds)
 
     def _prefill_failed(self) -> Setback:
         leg = self._leg
@@ -222,7 +236,11 @@ class _Legs:
         return Setback(self._prefill, Attempt(Answered(leg.head_seen.status, leg.head_seen.retry_after_s), repeats=self._repeats), leg)
 
     def _outcome(self) -> Setback | None:
-        return None if self._proof.failure is None else self._transfer_failed(str(self._proof.failure))
+        if self._proof.failure is not None:
+            return self._transfer_failed(str(self._proof.failure))
+        if self._relay.accepted:
+            self._sender.metrics.transferred(self._facts.carried)
+        return None
 
     def _transfer_failed(self, why: str) -> Setback:
         self._sender.metrics.transfer_failed()

@@ -205,7 +205,7 @@ class Proxy:
         relay, body = self._relay(exchange, trip, choice, explained, first_token)
         trip.relay = relay
         if choice.prefill is not None:
-            setback = await self._pairs.send(exchange, place, relay, body, repeats)
+            setback = await self._pairs.send(place, relay, body, repeats)
             if setback is not None:
                 return setback
             reused = False

@@ -136,6 +136,21 @@ async def test_P1_a_prefill_error_is_the_clients_answer_and_decode_waits_for_not
         assert await where(router) == Counter({"remote always": 1})
 
 
+@pytest.mark.parametrize("kind", list(EngineKind))
+async def test_P11_a_prompt_longer_than_the_model_takes_never_reaches_decode(kind: EngineKind) -> None:
+    error = b'{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}'
+    models = whole(msgspec.json.encode({"data": [{"id": "sim", "owned_by": kind.value, "max_model_len": len(IDS) - 1}]}))
+    async with RawEngine(answering(whole(error, status=b"400 Bad Request")), kind=kind) as there, RawEngine(DECODED, kind=kind) as here:
+        for engine, role in ((there, "prefill"), (here, "decode")):
+            engine.pages[b"/v1/models"] = models
+            if kind is EngineKind.SGLANG:
+                pages_of_sglang(engine, role)
+        async with routing(specs(there, here)) as router:
+            answer = await ask(router)
+            assert (answer.status, answer.body) == (400, error)
+            assert not here.requests
+
+
 async def test_rooms_are_told_to_both_engines_at_once() -> None:
     met = asyncio.Event()
 
