@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from router.relay import Relay
     from router.upstream import EngineConnection
 
-HANDSHAKE_KEPT_S: Final = 20.0
-"""A handshake older than this is not used: vLLM's leases run 30 s by default, and behind an expired one wait wrong tokens."""
+LEASE_USED: Final = 2 / 3
+"""A handshake is not used behind so much of its lease: past the end, wrong tokens wait, and decode has to look at it first."""
 
 log = logging.getLogger(__name__)
 _random = random.SystemRandom()
@@ -58,6 +58,8 @@ class PairSender(msgspec.Struct, frozen=True):
     metrics: Metrics
     transfer_timeout_s: float
     """From the prompt's last token computed to the first one generated elsewhere."""
+    lease_s: float
+    """How long a prefill engine keeps what nobody fetches, by NIXL."""
     clock: Callable[[], float]
 
     async def send(self, place: Place, relay: Relay, body: bytes, repeats: int) -> Setback | None:
@@ -133,7 +135,7 @@ class _Legs:
         except EngineUnreachable as error:
             self._sender.metrics.stranded()
             return self._setback(self._choice, error)
-        if self._sender.clock() - computed_at > HANDSHAKE_KEPT_S:
+        if self._sender.clock() - computed_at > LEASE_USED * self._sender.lease_s:
             self._sender.metrics.stranded()
             return self._transfer_failed("the handshake grew too old before the decode engine could be reached")
         self._ask_decode(connection, body, told)

@@ -171,6 +171,13 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_transfer_timeout_s: Annotated[
         Seconds, Meta(description="Time from a prompt's being computed to the first token on the decode engine.")
     ] = 60.0
+    kv_lease_s: Annotated[
+        Seconds,
+        Meta(
+            description="Time that vLLM prefill engines keep KV that nobody fetches (NIXL's `kv_lease_duration`): the router lets no handshake grow "
+            "older than two thirds of it."
+        ),
+    ] = 30.0
     predicted_ttl_s: Annotated[
         Seconds, Meta(description="How long a prompt sent to an engine without usable KV events is believed to be cached there.")
     ] = 120.0

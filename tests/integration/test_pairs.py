@@ -248,7 +248,7 @@ async def test_P8_every_route_is_two_legs_or_a_counted_reason_why_not(path: str,
 
 
 async def test_P8_a_body_that_is_not_json_goes_to_the_decode_engine() -> None:
-    async with pair() as (there, here, router):
+    async with pair() as (_, here, router):
         form = b'--x\r\ncontent-disposition: form-data; name="model"\r\n\r\nsim\r\n--x--\r\n'
         headers = {"content-type": "multipart/form-data; boundary=x"}
         assert (await router.post("/v1/audio/transcriptions", form, headers)).status == 200
@@ -331,6 +331,13 @@ async def test_a_handshake_that_could_end_the_decode_server_never_reaches_it(off
         assert (await ask(router)).status == 200
         assert len(there.requests) == 1
         assert ["kv_transfer_params" in told(request) for request in here.requests] == [False]
+
+
+async def test_a_handshake_whose_lease_may_be_over_is_not_used() -> None:
+    async with pair(kv_lease_s=1e-9) as (_, here, router):
+        assert (await ask(router)).status == 200
+        assert ["kv_transfer_params" in told(request) for request in here.requests] == [False]
+        assert await router.metric("router_kv_transfers_total", outcome="stranded") == 1
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
