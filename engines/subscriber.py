@@ -44,6 +44,17 @@ _LONGEST_WAIT_S = 60.0
 """Between two questions to a replay that does not answer."""
 
 
+class FollowTimes(msgspec.Struct, frozen=True):
+    """How long to wait for what. What is not answered is asked again, each time after twice as long."""
+
+    replay_silence_s: float = 2.0
+    """For a replay that says nothing."""
+    quiet_s: float = 2.0
+    """Without a live message: the replay is then asked once whether one was lost, since that otherwise shows only when the next comes."""
+    mend_s: float = 1.0
+    """After a loss: the replay is then asked whether it has everything after all."""
+
+
 class SubscriberCounts(msgspec.Struct):
     """Plain numbers for the metrics page; they never go back."""
 
@@ -96,24 +107,18 @@ class KvSubscriber:
         source: KvSource,
         sink: KvSink,
         *,
+        times: FollowTimes | None = None,
         counts: SubscriberCounts | None = None,
-        replay_silence_s: float = 2.0,
-        quiet_s: float = 2.0,
-        mend_s: float = 1.0,
     ) -> None:
-        """Follow `source` on sockets of `context`; nothing happens before `run`.
-
-        `replay_silence_s`: how long a replay may say nothing. `quiet_s`: once after so long without a live message, the replay is
-        asked whether one was lost, since a loss otherwise shows only when the next one comes. `mend_s`: so long after a loss it is asked
-        whether it has everything after all. What is not answered is asked again, each time after twice as long.
-        """
+        """Follow `source` on sockets of `context`; nothing happens before `run`."""
+        times = FollowTimes() if times is None else times
         self.counts = counts if counts is not None else SubscriberCounts()
         self._context = context
         self._source = source
         self._sink = sink
-        self._replay_silence_s = replay_silence_s
-        self._quiet_s = quiet_s
-        self._mend_s = self._mend_wait_s = mend_s
+        self._replay_silence_s = times.replay_silence_s
+        self._quiet_s = times.quiet_s
+        self._mend_s = self._mend_wait_s = times.mend_s
         self._mend_at: float | None = None
         """When the replay is to be asked for what was lost; None: nothing is missing that it could have."""
         self._tracker = SequenceTracker()
@@ -237,9 +242,9 @@ class KvSubscriber:
                     await self._catch_up()
                     self._give_up(last + 1)
                 case Restart(expected=expected, got=got):
-                    last = self._tracker.last
+                    latest = self._tracker.last
                     if self._source.replay is not None and await self._is_same_life(self._source.replay):
-                        if last is not None and last[0] == got:
+                        if latest is not None and latest[0] == got:
                             self._sink.undecodable("sequence")  # two batches of one number
                         return  # else it was overtaken on its way
                     self._restart(f"the next number was to be {expected} and is {got}")

@@ -17,7 +17,7 @@ from discovery.translate import Translator
 from engines import subscriber, subscription
 from engines.events import KvBatch, decode
 from engines.frames import GREETING, FrameReader
-from engines.subscriber import KvSubscriber, SubscriberCounts
+from engines.subscriber import FollowTimes, KvSubscriber, SubscriberCounts
 from engines.types import KvSource
 from tests.frames import recorded, recorded_replay
 from tests.waiting import until
@@ -198,8 +198,8 @@ async def running(
     # A context of its own, as a router has one: nothing is shared with the publisher's side but the wire.
     with zmq.asyncio.Context() as context:
         async with asyncio.TaskGroup() as group:
-            following = KvSubscriber(context, source, sink, counts=counts, quiet_s=quiet_s, replay_silence_s=silence_s, mend_s=mend_s)
-            task = group.create_task(following.run())
+            times = FollowTimes(replay_silence_s=silence_s, quiet_s=quiet_s, mend_s=mend_s)
+            task = group.create_task(KvSubscriber(context, source, sink, times, counts).run())
             try:
                 yield
             finally:
