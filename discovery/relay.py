@@ -29,7 +29,7 @@ from discovery.feed import Feed, FeedCopy, FeedCounts
 from discovery.logs import event
 from discovery.messages import SnapshotRequest, StreamMessage
 from discovery.subjects import Subjects
-from engines.subscriber import FollowTimes, KvSubscriber, SubscriberCounts
+from engines.subscriber import KvSubscriber, SubscriberCounts
 from engines.types import Endpoint, EngineInfo, KvSource
 
 RETRY_S = 1.0
@@ -85,7 +85,6 @@ class Relay:
         local: LocalCopy | None = None,
         alone: bool = False,
         beacon_period_s: float = 2.0,
-        times: FollowTimes | None = None,
     ) -> None:
         """`local` is told directly of all that is followed here, besides the bus.
 
@@ -99,7 +98,6 @@ class Relay:
         self._local = local
         self._alone = alone
         self._beacon_period_s = beacon_period_s
-        self._times = times
         self._followed: dict[Endpoint, _Followed] = {}
         self._ended: list[asyncio.Task[None]] = []
         self._wanted: dict[tuple[Endpoint, str], None] = {}
@@ -195,7 +193,7 @@ class Relay:
         followed.brought_at = time.monotonic()
         while True:
             try:
-                await KvSubscriber(self._context, followed.source, followed.feed, self._times, followed.counts).run()
+                await KvSubscriber(self._context, followed.source, followed.feed, counts=followed.counts).run()
             except Exception:  # noqa: BLE001  see above; it is logged whole, shown in the signal, and counted
                 _log.exception("following KV events failed", extra={"fields": {"endpoint": str(followed.feed.endpoint)}})
                 followed.feed.crashed("reading its events failed; the relay's log says how")

@@ -106,7 +106,6 @@ class KvSubscriber:
         context: zmq.asyncio.Context,
         source: KvSource,
         sink: KvSink,
-        *,
         times: FollowTimes | None = None,
         counts: SubscriberCounts | None = None,
     ) -> None:
