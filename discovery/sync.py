@@ -197,22 +197,11 @@ class StreamSync:
         actions: list[Action] = []
         if beacon.epoch == self.epoch:
             self._spoken_at = now
+        elif self._is_late(beacon.epoch, now):
+            self.counts.late += 1
+            return []
         else:
-            if self._is_late(beacon.epoch, now):
-                self.counts.late += 1
-                return []
-            empty = beacon.seq == beacon.blocks == 0
-            inherited = not empty and self._inherits(beacon.epoch)
-            same = inherited and self.phase is Phase.SYNCED and (beacon.blocks, beacon.digest) == (self.blocks, self.digest)
-            self._begin(beacon.epoch, now, actions, keeps=inherited)
-            if same:
-                self.phase, self.seq, self._inherited_until = Phase.SYNCED, beacon.seq, None
-            elif inherited:
-                self._resync(Why.RELAY, "another relay tells of it, and has something else", now, actions)
-            elif empty:
-                self.phase = Phase.SYNCED
-            else:
-                self._resync(Why.JOINED, "it was joined in the middle of an epoch", now, actions)
+            self._begin_with(beacon, now, actions)
         if self.phase is Phase.SYNCED and beacon.seq > self.seq:
             self.counts.gaps += 1
             self._resync(Why.GAP, f"batches {self.seq} to {beacon.seq - 1} were lost", now, actions)
@@ -282,6 +271,21 @@ class StreamSync:
         if life == current:
             return number < current_number and now - self._spoken_at < RETIRED_S
         return now < self._retired.get(life, now)
+
+    def _begin_with(self, beacon: Beacon, now: float, actions: list[Action]) -> None:
+        """The first that is heard of an epoch is what a complete copy of it holds."""
+        empty = beacon.seq == beacon.blocks == 0
+        inherited = not empty and self._inherits(beacon.epoch)
+        same = inherited and self.phase is Phase.SYNCED and (beacon.blocks, beacon.digest) == (self.blocks, self.digest)
+        self._begin(beacon.epoch, now, actions, keeps=inherited)
+        if same:
+            self.phase, self.seq, self._inherited_until = Phase.SYNCED, beacon.seq, None
+        elif inherited:
+            self._resync(Why.RELAY, "another relay tells of it, and has something else", now, actions)
+        elif empty:
+            self.phase = Phase.SYNCED
+        else:
+            self._resync(Why.JOINED, "it was joined in the middle of an epoch", now, actions)
 
     def _inherits(self, epoch: str) -> bool:
         """Whether what is held is complete, and of this engine's cache as another relay than this epoch's saw it."""

@@ -22,6 +22,7 @@ import aiohttp
 import msgspec
 import zmq.asyncio
 
+from discovery.access import Access, access_of
 from discovery.broker import Broker
 from discovery.bus import Bus, BusOptions
 from discovery.logs import event
@@ -111,7 +112,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         broker = None if named else Broker()
         if broker is not None:
             stack.push_async_callback(broker.stop)
-        bus = Bus(BusOptions(echo=False))
+        bus = Bus(BusOptions(access=access_of(settings) if settings.nats else Access(), echo=False))
         await bus.connect(named or await _started(broker), name="commutator")
         stack.push_async_callback(bus.close)
         session = await stack.enter_async_context(_control_session())
