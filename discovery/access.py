@@ -133,7 +133,7 @@ def complaints(settings: NatsSettings, given: frozenset[str]) -> Iterator[Compla
         return
     servers = _list(settings.nats)
     if not servers or not all(server.startswith(SCHEMES) for server in servers):
-        yield Complaint("nats", "every server must begin with nats://, tls://, ws:// or wss://")
+        yield Complaint("nats", f"{settings.nats!r} must begin with nats://, tls://, ws:// or wss://")
     if (settings.nats_user is None) != (settings.nats_password is None):
         yield Complaint("nats_user", "nats_user and nats_password belong together")
     ways = [name for name in ("nats_user", "nats_token", "nats_creds", "nats_nkey") if getattr(settings, name) is not None]

@@ -224,6 +224,10 @@ class Peers:
         """Engines that we could relay."""
         return sorted(self._follows)
 
+    def relayed(self, engine: str) -> bool:
+        """Whether another one relays it, who comes before us."""
+        return any(engine in peer.relays and (peer.only_relays or not self.only_relays) for peer in self._peers.values())
+
     def load(self, endpoint: Endpoint) -> Carried:
         """What all others together have in flight there. Runtime complexity: O(1)."""
         load = self._loads.get(endpoint)

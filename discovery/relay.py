@@ -122,6 +122,10 @@ class Relay:
         for endpoint in [known for known in self._followed if known.engine == engine_id]:
             self._drop(endpoint)
 
+    def complete(self, engine_id: str) -> bool:
+        """Whether all that this engine has published is known, as far as it can be had."""
+        return all(followed.feed.complete for endpoint, followed in self._followed.items() if endpoint.engine == engine_id)
+
     def stats(self) -> dict[Endpoint, FeedCounts]:
         """What happened on each endpoint followed now."""
         return {

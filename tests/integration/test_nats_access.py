@@ -173,7 +173,8 @@ def test_credentials_leave_the_url_where_all_servers_have_the_same() -> None:
     ("given", "words"),
     [
         ({"nats_token": "t"}, "nats-token: has no effect without nats"),
-        ({"nats": "http://a:1"}, "must begin with nats://"),
+        ({"nats": "http://a:1"}, "'http://a:1' must begin with nats://"),
+        ({"nats": "nats://a:1,b:2"}, "must begin with nats://"),
         ({"nats": "nats://a:1", "nats_user": "u"}, "nats_user and nats_password belong together"),
         ({"nats": "nats://t@a:1", "nats_token": "t"}, "one way to be let in; given are the credentials in nats and nats_token"),
         ({"nats": "nats://a:1", "nats_creds": "f", "nats_nkey": "g"}, "given are nats_creds and nats_nkey"),
