@@ -35,6 +35,7 @@ from discovery.sharing import Sharing
 from router.admin import MAX_BODY_BYTES, Admin
 from router.admission import QueueLimits
 from router.answers import Answers
+from router.beginning import Beginning
 from router.caches import Caches
 from router.census import Census
 from router.chooser import Chooser
@@ -157,8 +158,9 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         proxy = Proxy(
             intake, chooser, gate, membership.lines, metrics, whereabouts, suspect=monitor.suspect, clock=clock, resumes=settings.resume
         )
+        beginning = Beginning(monitor, fleet, clock=clock)
         group_of_all = None if part is None else part.group
-        answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: not server.stopping, group=group_of_all)
+        answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: beginning.over and not server.stopping, group=group_of_all)
         server = Server(
             _dispatch(proxy, answers),
             max_body_bytes=settings.max_body_bytes,
