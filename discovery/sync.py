@@ -42,7 +42,7 @@ RETRY_S = 2.0
 MOST_BEHIND = 2
 """One beacon that is behind us may have been overtaken on its way; not so several in a row."""
 MIN_RESYNC_S = 0.05
-MAX_RESYNC_S = 2.0
+MAX_RESYNC_S = 1.0
 """Bounds of the wait between two snapshots of one stream; doubles until a beacon agrees."""
 INHERITED_S = 5.0
 """How long a copy from another relay counts while the new one does not answer."""

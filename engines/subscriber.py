@@ -42,6 +42,8 @@ _MOST_VERDICTS = 5
 """Gap, restart, gap, accept: no honest message needs more judgements than that."""
 _LONGEST_WAIT_S = 60.0
 """Between two questions to a replay that does not answer."""
+_LONGEST_MEND_S = 8.0
+"""Between two questions whether it has everything after all."""
 
 
 class FollowTimes(msgspec.Struct, frozen=True):
@@ -49,9 +51,9 @@ class FollowTimes(msgspec.Struct, frozen=True):
 
     replay_silence_s: float = 2.0
     """For a replay that says nothing."""
-    quiet_s: float = 2.0
+    quiet_s: float = 1.0
     """Without a live message: the replay is then asked once whether one was lost, since that otherwise shows only when the next comes."""
-    mend_s: float = 1.0
+    mend_s: float = 0.5
     """After a loss: the replay is then asked whether it has everything after all."""
 
 
@@ -291,17 +293,18 @@ class KvSubscriber:
                 first = await anext(messages, None)
         except TimeoutError:
             self.counts.unanswered += 1
+            self._mend_wait_s = min(2 * self._mend_wait_s, max(self._mend_s, _LONGEST_MEND_S))
             self._mend_soon()
             return
+        self._mend_wait_s = self._mend_s
         if first is not None and first.seq == 0:
             self._restart("the replay has everything from the first batch on")
-            if await self._catch_up():
-                self._mend_wait_s = self._mend_s
+            await self._catch_up()
             self._sink.caught_up()
 
     def _mend_soon(self) -> None:
-        self._mend_at = asyncio.get_running_loop().time() + self._mend_wait_s
-        self._mend_wait_s = min(2 * self._mend_wait_s, max(self._mend_s, _LONGEST_WAIT_S))
+        if self._mend_at is None:
+            self._mend_at = asyncio.get_running_loop().time() + self._mend_wait_s
 
     def _give_up(self, upto: int) -> None:
         first = self._tracker.expected
