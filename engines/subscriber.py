@@ -42,7 +42,7 @@ _MOST_VERDICTS = 5
 """Gap, restart, gap, accept: no honest message needs more judgements than that."""
 _LONGEST_WAIT_S = 60.0
 """Between two questions to a replay that does not answer."""
-_LONGEST_MEND_S = 8.0
+_LONGEST_MEND_S = 2.0
 """Between two questions whether it has everything after all."""
 
 

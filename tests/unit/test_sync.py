@@ -355,7 +355,7 @@ def test_a_snapshot_that_is_lost_is_asked_for_again_but_not_while_it_is_coming()
     assert sync.tick(2 * RETRY_S) == [RequestSnapshot(attempt + 1)]
 
 
-def test_a_stream_that_never_agrees_is_not_copied_more_than_every_other_second() -> None:
+def test_a_stream_that_never_agrees_is_not_copied_more_than_once_a_second() -> None:
     sync = synced_to(1)
     now, requests = 0.0, 0
     while now < 60.0:
@@ -365,7 +365,7 @@ def test_a_stream_that_never_agrees_is_not_copied_more_than_every_other_second()
                 requests += 1
                 sync.chunk(chunk(1, 0, 1, store(1)), action.attempt, now)
         now += 0.01
-    assert 10 < requests < 40
+    assert 20 < requests < 70
 
 
 def test_batches_kept_for_a_snapshot_that_never_comes_are_bounded() -> None:
