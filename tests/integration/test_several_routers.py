@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from discovery.bus import Bus
 from discovery.messages import Beacon
 from discovery.peers import BEAT_S, Presence
 from discovery.subjects import Subjects
+from engines import subscriber
 from engines.simulator.engine import SimulatedEngine
+from engines.subscriber import FollowTimes
 from engines.types import Endpoint, EngineSpec
 from tests.integration.commands import Process, command, is_ready
 from tests.integration.nats_servers import cluster, nats_server
@@ -136,23 +139,29 @@ async def replayed_through(engine: SimulatedEngine) -> AsyncIterator[tuple[TcpRe
         yield way, EngineSpec(engine.url, kv_events=engine.kv_events, kv_replay=f"tcp://127.0.0.1:{way.port}")
 
 
-async def test_R34_a_router_is_not_ready_before_the_replay_has_ended() -> None:
+async def test_R34_a_router_is_not_ready_before_the_replay_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is given up on here, so that only the replay's end can make the engine serve; another engine shows that all else is done."""
+    monkeypatch.setattr(subscriber, "FollowTimes", lambda: msgspec.structs.replace(FollowTimes(), replay_silence_s=60.0))
+    monkeypatch.setattr("discovery.relay.SILENT_S", 60.0)
+    monkeypatch.setattr("router.membership.CACHE_KNOWN_WITHIN_S", 60.0)
     text = prompt("a")
-    async with fleet(1) as (engine,):
+    async with fleet(2) as (engine, other):
         async with routing([engine]) as before:
             await before.chat(text)
         async with replayed_through(engine) as (way, spec):
             way.stalled = True
-            async with routing([spec], wait_for=0) as router:
+            async with routing([spec, other], wait_for=1) as router:
                 await until(lambda: way.accepted, what="the replay is asked")
-                assert await router.serving() == 0
+                assert await router.metric("router_engine_state", engine=other.url, state="serving") == 1
+                assert await router.metric("router_engine_state", engine=engine.url, state="joining") == 1
                 assert (await router.get("/ready")).status == 503
                 way.stalled = False
 
                 async def serves() -> bool:
-                    return await router.serving() == 1
+                    return await router.serving() == 2
 
                 await until(serves)
+                assert (await router.get("/ready")).status == 200
                 assert await knows(router, text), "what was there before is known as soon as it serves"
 
 

@@ -1,6 +1,6 @@
 """What do the engines of the bench hold? The same for every table it is asked of; the standard library alone, for peers' interpreters.
 
-    16 heads of 32 blocks, held by every engine        then, until an engine is full, chains of 128 blocks of its own behind one of them
+16 heads of 32 blocks, held by every engine        then, until an engine is full, chains of 128 blocks of its own behind one of them
 """
 
 from __future__ import annotations
