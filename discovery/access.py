@@ -9,6 +9,7 @@ before TLS stands, where TLS is wanted: a server that offers none is not told wh
 
 from __future__ import annotations
 
+import base64
 import importlib
 import ssl
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +19,10 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 from msgspec import Meta
-from nats.aio.client import RawCredentials
 
 from discovery.config import Complaint, ConfigError
 
 MAX_BYTES: Final = 1 << 20
-_CREDS: Final = (
-    "-----BEGIN NATS USER JWT-----\n{jwt}\n------END NATS USER JWT------\n"
-    "-----BEGIN USER NKEY SEED-----\n{seed}\n------END USER NKEY SEED------\n"
-)
 SCHEMES: Final = ("nats://", "tls://", "ws://", "wss://")
 
 _Text = Annotated[str, Meta(min_length=1)]
@@ -180,13 +176,23 @@ def shown(access: Access, given: Pass, check: Callable[[], None]) -> dict[str, A
 
         return give
 
-    if given.jwt is not None:
-        return {"user_credentials": RawCredentials(_CREDS.format(jwt=given.jwt, seed=given.seed))}
+    if given.jwt is not None and given.seed is not None:
+        return {"user_jwt_cb": lambda jwt=given.jwt: jwt.encode(), "signature_cb": _signing(given.seed, check)}
     if given.seed is not None:
         return {"nkeys_seed_str": given.seed}
     if access.user is not None:
         return {"user": checked(access.user), "password": checked(access.password or "")}
     return {} if access.token is None else {"token": checked(access.token)}
+
+
+def _signing(seed: str, check: Callable[[], None]) -> Callable[[str], bytes]:
+    """How the server's nonce is signed."""
+
+    def sign(nonce: str) -> bytes:
+        check()
+        return base64.b64encode(importlib.import_module("nkeys").from_seed(bytearray(seed.encode())).sign(nonce.encode()))
+
+    return sign
 
 
 def _list(servers: str) -> list[str]:

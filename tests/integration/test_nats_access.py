@@ -128,11 +128,13 @@ async def test_tls_with_an_authority_of_ones_own_and_certificates_on_both_sides(
         assert "nats_cert" in await refused(server.url, ca=str(ca), **pair("forged"))
 
 
-async def test_nothing_secret_is_shown_to_a_server_without_tls_where_tls_is_wanted() -> None:
+async def test_nothing_secret_is_shown_to_a_server_without_tls_where_tls_is_wanted(tmp_path: Path) -> None:
+    creds = tmp_path / "user.creds"
+    creds.write_text(Authority().creds())
     heard = bytearray()
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b'INFO {"server_id":"x","version":"2.15.0","auth_required":true,"max_payload":1048576}\r\n')
+        writer.write(b'INFO {"server_id":"x","version":"2.15.0","auth_required":true,"nonce":"abc","max_payload":1048576}\r\n')
         while data := await reader.read(1000):
             heard.extend(data)
         writer.close()
@@ -142,7 +144,8 @@ async def test_nothing_secret_is_shown_to_a_server_without_tls_where_tls_is_want
         url = f"tls://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         assert "it offers no TLS" in await refused(url, user="me", password=CANARY)
         assert "it offers no TLS" in await refused(url, token=CANARY)
-    assert CANARY.encode() not in heard
+        assert "it offers no TLS" in await refused(url, creds=str(creds))
+    assert b"CONNECT" not in heard
 
 
 @pytest.mark.parametrize("setting", ["creds", "nkey", "ca", "cert"])
