@@ -17,8 +17,10 @@ from discovery.access import Access, AccessUnusable, split
 from discovery.bus import Bus, BusOptions, BusUnreachable
 from discovery.config import ConfigError, load
 from router.settings import ServeSettings
+from tests.integration.commands import command, is_ready
 from tests.integration.conftest import Log
 from tests.integration.nats_servers import Authority, Nkey, cluster, nats_server
+from tests.integration.test_several_routers import holds_the_truth
 from tests.rig import fleet, prompt, routing
 from tests.waiting import until
 
@@ -210,6 +212,21 @@ async def test_A7_a_router_let_in_by_password_says_it_nowhere(tmp_path: Path, lo
         assert CANARY.encode() not in (await router.get("/metrics")).body
     assert logged.lines("bus lost")
     assert CANARY not in logged.text
+
+
+async def test_every_process_of_a_group_and_a_relay_are_let_in(tmp_path: Path) -> None:
+    async with nats_server(tmp_path, f'authorization {{ token: "{CANARY}" }}') as server, fleet(1) as (engine,):
+        flags = ("--nats", server.url, "--engine", engine.url)
+        async with (
+            command("relay", *flags, log=tmp_path / "relay.log", COMMUTATOR_NATS_TOKEN=CANARY) as relay,
+            command("serve", *flags, "--processes", "2", log=tmp_path / "serve.log", COMMUTATOR_NATS_TOKEN=CANARY) as router,
+        ):
+            await is_ready(relay)
+            await is_ready(router)
+            assert await router.metric("router_bus_connected") == 1
+            assert (await router.chat(prompt("a"))).status == 200
+            await holds_the_truth([router], [engine])
+        assert CANARY not in (tmp_path / "relay.log").read_text() + (tmp_path / "serve.log").read_text()
 
 
 async def test_of_a_cluster_one_name_is_enough_to_find_another_server_when_it_dies(tmp_path: Path) -> None:
