@@ -201,22 +201,21 @@ async def test_H15_a_bus_that_knows_an_engine_that_no_longer_exists_delays_nobod
                     bus.publish(subjects.stream(Endpoint(url)), msgspec.msgpack.encode(told))
                 await asyncio.sleep(BEAT_S)
 
-        async with alongside(haunt()):
-            async with routing([gone, here, claimed], wait_for=2, nats=nats.url) as router:
-                assert (await router.get("/ready")).status == 200
-                assert (await router.chat("x")).status == 200
+        async with alongside(haunt()), routing([gone, here, claimed], wait_for=2, nats=nats.url) as router:
+            assert (await router.get("/ready")).status == 200
+            assert (await router.chat("x")).status == 200
 
-                async def haunted() -> bool:
-                    return await router.metric("router_peers") == 1
+            async def haunted() -> bool:
+                return await router.metric("router_peers") == 1
 
-                await until(haunted, what="the router hears of what is no more")
-                monkeypatch.setattr("router.membership.CACHE_KNOWN_WITHIN_S", 1.0)
-                await gone.restart()
+            await until(haunted, what="the router hears of what is no more")
+            monkeypatch.setattr("router.membership.CACHE_KNOWN_WITHIN_S", 1.0)
+            await gone.restart()
 
-                async def all_serve() -> bool:
-                    return await router.serving() == 3
+            async def all_serve() -> bool:
+                return await router.serving() == 3
 
-                await until(all_serve, what="and when it is back, it is served, whoever says that he relays it")
+            await until(all_serve, what="and when it is back, it is served, whoever says that he relays it")
         await bus.close()
 
 
