@@ -52,6 +52,8 @@ class KvEvents(msgspec.Struct, frozen=True):
     block_size: int | None = None
     dp_size: int = 1
     replay_endpoint_port_base: int | None = None
+    load_endpoint_port_base: int | None = None
+    load_topic: str = "load"
 
 
 def recognise(answer: bytes) -> ServerInfo | None:
@@ -117,6 +119,18 @@ def read_kv_sources(info: ServerInfo, host: str) -> tuple[KvSource, ...]:
         )
         for rank in ranks(info)
     )
+
+
+def read_load_sources(info: ServerInfo, host: str) -> tuple[KvSource, ...]:
+    """Where each rank pushes its load; empty unless the server was started with `--load-publish-endpoint`.
+
+    These sockets always bind, on a wildcard, whatever is said of the events' host.
+    """
+    events = info.kv_events
+    if events is None or events.load_endpoint_port_base is None:
+        return ()
+    base = events.load_endpoint_port_base
+    return tuple(KvSource(rank, tcp(host, base + rank), topic=events.load_topic) for rank in ranks(info))
 
 
 def pin_headers(info: EngineInfo, rank: int) -> dict[str, str]:

@@ -171,6 +171,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
                 caches=caches,
                 load=load,
                 mirror=mirror,
+                monitor=monitor,
                 relay=relay,
                 bus=bus,
                 server=server,

@@ -11,6 +11,7 @@ engine, which sets SO_REUSEADDR as we do, can listen on it. So nothing can take 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -52,8 +53,9 @@ class RealEngine:
 
     def __init__(self, program: Program, folder: Path) -> None:
         self.program = program
-        self._held = [_hold_port() for _ in Ports._fields]
-        self._ports = Ports(*(held.getsockname()[1] for held in self._held))
+        ranges = [_hold_ports(program.setup.ranks) for _ in Ports._fields]
+        self._held = [held for range_ in ranges for held in range_]
+        self._ports = Ports(*(range_[0].getsockname()[1] for range_ in ranges))
         self.log = folder / f"{program.kind}-{self._ports.http}.log"
         self._process: subprocess.Popen[bytes] | None = None
         # one client for all: making one reads the certificates of the world, which takes 50 ms of CPU
@@ -223,10 +225,30 @@ def together(engines: Sequence[RealEngine]) -> Iterator[Sequence[RealEngine]]:
             engine.close()
 
 
-def _hold_port() -> socket.socket:
+def _hold_ports(count: int) -> list[socket.socket]:
+    """So many ports in a row: where the next one is somebody's, it is tried from another first one."""
+    while True:
+        held: list[socket.socket] = []
+        try:
+            for _ in range(count):
+                held.append(_hold_port(held[-1].getsockname()[1] + 1 if held else 0))
+        except OSError as error:
+            for one in held:
+                one.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return held
+
+
+def _hold_port(port: int) -> socket.socket:
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("0.0.0.0", 0))
+    try:
+        held.bind(("0.0.0.0", port))
+    except OSError:
+        held.close()
+        raise
     return held
 
 
