@@ -149,6 +149,8 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
         total_blocks=cache.total_blocks,
         kv_sources=sources,
         tokenizer=spec.tokenizer or vllm.weights_of(models),
+        chats_take_ids=vllm.chats_take_ids(version),
+        texts_take_ids=True,
         load_path=vllm.METRICS if page.ok else None,  # one page without load is no reason never to look again
         no_kv_events="" if sources else why,
         boot=metrics.read_boot(text),
@@ -178,6 +180,8 @@ async def _sglang(client: EngineClient, spec: EngineSpec, server: sglang.ServerI
         total_blocks=sglang.total_blocks(server),
         kv_sources=sources,
         tokenizer=spec.tokenizer or server.tokenizer_path,
+        chats_take_ids=sglang.chats_take_ids(server),
+        texts_take_ids=sglang.texts_take_ids(server),
         max_num_batched_tokens=sglang.max_batched_tokens(server),
         load_path=await _sglang_load_path(client),
         load_sources=sglang.read_load_sources(server, host_of(client.url)),

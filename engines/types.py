@@ -107,6 +107,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     tokenizer: str | None = None
     """Where tokenizer files are to be looked for: a folder or a hub name."""
     max_num_batched_tokens: int | None = None
+    chats_take_ids: bool = False
+    """Whether a chat may bring its prompt's token ids, and nothing is lost with them."""
+    texts_take_ids: bool = False
+    """The same of a completion."""
     load_path: str | None = None
     """Where the engine reports its load (see `engines.metrics`); None when it offers nothing of the kind."""
     load_sources: tuple[KvSource, ...] = ()

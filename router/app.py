@@ -154,7 +154,16 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         )
         gate = _gate(settings.admission, chooser, metrics, 1 if part is None else part.processes)
         proxy = Proxy(
-            intake, chooser, gate, membership.lines, metrics, whereabouts, suspect=monitor.suspect, clock=clock, resumes=settings.resume
+            intake,
+            chooser,
+            gate,
+            membership.lines,
+            metrics,
+            whereabouts,
+            suspect=monitor.suspect,
+            clock=clock,
+            resumes=settings.resume,
+            prompts=prompts if settings.forward_tokens else None,
         )
         group_of_all = None if part is None else part.group
         answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: not server.stopping, group=group_of_all)

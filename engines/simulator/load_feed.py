@@ -33,11 +33,12 @@ class LoadPublisher:
         self._next = 0
         self._socket: zmq.Socket[bytes] | None = None
 
-    def start(self) -> None:
-        """Bind: to a port of the kernel's choice, another one after each restart."""
+    def start(self, port: int = 0) -> None:
+        """Bind to this port; 0: to one of the kernel's choice, another one after each restart."""
         self._socket = zmq.Context.instance().socket(zmq.PUB)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self.port = self._socket.bind_to_random_port(f"tcp://{self._host}")
+        self._socket.bind(f"tcp://{self._host}:{port or '*'}")
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def stop(self) -> None:
         """Close; numbers begin anew with the next start."""

@@ -6,7 +6,7 @@ kernel; on a CPU there is nothing to pin or to wait for, and a plain copy does.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202  stands in for code without types
+# ruff: noqa: ANN001, ANN003, ANN201, ANN202  stands in for code without types
 
 import importlib.abc
 import importlib.machinery
