@@ -83,6 +83,8 @@ class Shared:
 
     def close(self) -> None:
         for engine in self._engines.values():
+            engine.terminate()
+        for engine in self._engines.values():
             engine.close()
 
 

@@ -115,12 +115,17 @@ class RealEngine:
         self.wait_ready()
         return self
 
+    def terminate(self) -> None:
+        """Ask it to end; `stop` follows. Several engines asked together end together."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
     def stop(self) -> None:
         """End it as an operator would: SIGTERM, and SIGKILL for what is left."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_GRACE_S)
         self.kill()
