@@ -13,6 +13,7 @@ from tests.e2e.serving import Served, serve
 from tests.engines import prefixes
 from tests.engines.fixtures import HALF_SILENT, PAIRS
 from tests.engines.launch import RealEngine
+from tests.engines.programs import MODEL_NAME
 from tests.waiting import until
 
 pytestmark = pytest.mark.real_engine
@@ -59,6 +60,30 @@ async def test_R2_a_prompt_warm_on_sglang_goes_back_to_sglang(engines: Sequence[
             again = await router.ask(text)
             assert (again.engine, again.reason, again.signal) == (home, "kv", "live")
             assert (engine.counters() - before).hits == again.overlap_tokens > 0.9 * prefixes.tokens_of(text)
+
+
+@pytest.mark.parametrize("engines", ["real_vllm", "real_sglang"], indirect=True)
+async def test_R15_a_salt_has_a_cache_of_its_own(engines: Sequence[RealEngine], tmp_path: Path) -> None:
+    text = prefixes.prefix("salted", 0)
+    async with serve(engines, tmp_path / "router.log") as router:
+
+        async def ask(salt: str) -> int:
+            """Overlap, on which router and engine agree; the prompt's blocks are known afterwards."""
+            body = {"model": MODEL_NAME, "max_tokens": 2, "messages": [{"role": "user", "content": text}], "cache_salt": salt}
+            answer = await router.post("/v1/chat/completions", body)
+            assert answer.status == 200, answer.body
+
+            async def known() -> bool:
+                (candidate,) = (await router.post("/route", body)).json["candidates"]
+                return int(candidate["overlap"]["device"]) > 0
+
+            await until(known, what="the router has heard of the blocks")
+            assert answer.overlap_tokens == answer.cached_tokens
+            return answer.overlap_tokens
+
+        first, again, other = [await ask(salt) for salt in ("s1", "s1", "s2")]
+        assert first == other == 0
+        assert again > 0.9 * prefixes.tokens_of(text)
 
 
 @pytest.mark.parametrize("engines", HALF_SILENT, indirect=True)

@@ -192,6 +192,10 @@ class RealEngine:
             return 0.0
         return sum(map(_proportional_kb, self._members())) / 1024
 
+    def cpu_s(self) -> float:
+        """CPU time that the process tree has had, of those processes that live."""
+        return sum(map(_cpu_s, self._members())) if self._process is not None else 0.0
+
     def log_tail(self, lines: int = 60) -> str:
         """The end of what the engine wrote."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -264,6 +268,14 @@ def _group_of(stat: Path) -> int | None:
     except OSError:
         return None
     return None if state == "Z" else int(group)
+
+
+def _cpu_s(process: Path) -> float:
+    try:
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _proportional_kb(process: Path) -> int:
