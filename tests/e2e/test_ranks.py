@@ -23,10 +23,11 @@ pytestmark = pytest.mark.real_engine
 
 CACHE_TOKENS = 4096
 """Of each rank: room for some ten prompts."""
+MAX_TOKENS = CACHE_TOKENS - 256
 
 
 def _ranked(setup: Setup) -> Setup:
-    return setup._replace(ranks=2, blocks=CACHE_TOKENS // setup.block_size, max_model_len=CACHE_TOKENS, arguments=("--dtype", "float32"))
+    return setup._replace(ranks=2, blocks=CACHE_TOKENS // setup.block_size, max_model_len=MAX_TOKENS, arguments=("--dtype", "float32"))
 
 
 MODES: dict[str, Callable[[], Program]] = {
@@ -141,7 +142,7 @@ async def test_the_load_of_each_rank_is_known(ranked: RealEngine, tmp_path: Path
             candidates: Sequence[dict[str, dict[str, int]]] = (await router.route("x", model=MODEL_NAME))["candidates"]
             return {int(str(c["rank"])): c["load"]["running"] for c in candidates}
 
-        body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": CACHE_TOKENS - 100, "ignore_eos": True, "stream": True}
+        body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": MAX_TOKENS - 100, "ignore_eos": True, "stream": True}
         async with router.session.post(ranked.url + "/v1/completions", json=body, headers={"X-Data-Parallel-Rank": "1"}) as stream:
             await stream.content.readline()
 
