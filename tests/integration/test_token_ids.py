@@ -9,7 +9,9 @@ import pytest
 
 from engines.simulator.engine import SimulatedEngine
 from engines.simulator.faults import Answer as Fault
+from engines.simulator.faults import Break
 from engines.types import EngineKind
+from tests.integration.test_resuming import FirstThatLooksAtCaches
 from tests.rig import Router, asked, fleet, prompt, routing
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": prompt("ids")}]
@@ -80,3 +82,21 @@ async def test_a_retry_on_another_kind_of_engine_brings_ids_in_that_ones_way() -
         (body,) = (request.body for request in asked(other))
         assert ids_in(body, other.kind)
         assert ("input_ids" in msgspec.json.decode(body)) is (other.kind is EngineKind.SGLANG)
+
+
+async def test_a_stream_that_has_to_go_on_elsewhere_still_does() -> None:
+    """The engine that goes on is given the answer's ids too, and nothing twice."""
+    policy = "tests.integration.test_resuming:FirstThatLooksAtCaches"
+    async with fleet(2) as (first, second), routing([first, second], forward_tokens=True, resume=1, policy=policy) as router:
+        FirstThatLooksAtCaches.order = [first.url, second.url]
+        first.faults.add(Break(after_chunks=4))
+        answer = await router.chat(prompt("goes on"), stream=True, temperature=0, max_tokens=12)
+        assert answer.body.endswith(b"data: [DONE]\n\n")
+        assert await router.metric("router_resumes_total", outcome="resumed") == 1
+        begun, resumed = (ids_in(asked(engine)[-1].body, engine.kind) for engine in (first, second))
+        assert begun
+        assert resumed is not None
+        assert resumed[: len(begun)] == begun
+        assert len(begun) < len(resumed) < len(begun) + 12
+        assert await router.metric("router_token_ids_total", outcome="forwarded") == 1
+        assert await router.metric("router_token_ids_total", outcome="given_as_ids") == 1
