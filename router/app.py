@@ -156,7 +156,16 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         )
         gate = _gate(settings.admission, chooser, metrics, 1 if part is None else part.processes)
         proxy = Proxy(
-            intake, chooser, gate, membership.lines, metrics, whereabouts, suspect=monitor.suspect, clock=clock, resumes=settings.resume
+            intake,
+            chooser,
+            gate,
+            membership.lines,
+            metrics,
+            whereabouts,
+            suspect=monitor.suspect,
+            clock=clock,
+            resumes=settings.resume,
+            prompts=prompts if settings.forward_tokens else None,
         )
         beginning = Beginning(monitor, fleet, clock=clock)
         group_of_all = None if part is None else part.group
@@ -174,6 +183,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
                 caches=caches,
                 load=load,
                 mirror=mirror,
+                monitor=monitor,
                 relay=relay,
                 bus=bus,
                 server=server,

@@ -52,6 +52,9 @@ class Metrics:
         self._resumes = Count(
             "router_resumes", "Streams whose engine failed, by what came of it, while streams may be resumed.", ("outcome",)
         )
+        self._token_ids = Count(
+            "router_token_ids", "Requests sent to engines while token ids may be forwarded, by whether they were.", ("outcome",)
+        )
         self._timeouts = Count("router_timeouts", "Engines that took too long, by what for.", ("stage",))
         self._timeouts.start(("connect",), ("response_head",), ("idle_stream",))
         self._admission_wait = Distribution(
@@ -95,6 +98,10 @@ class Metrics:
     def resumed(self, outcome: str) -> None:
         """Count a stream whose engine failed, by what came of it."""
         self._resumes.add((outcome,))
+
+    def sent_ids(self, outcome: str) -> None:
+        """Count a request sent to an engine, by what became of its ids."""
+        self._token_ids.add((outcome,))
 
     def first_token(self, seconds: float) -> None:
         """A streamed answer has begun."""

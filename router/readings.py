@@ -12,6 +12,7 @@ from engines.types import Tier
 if TYPE_CHECKING:
     from discovery.bus import Bus
     from discovery.mirror import Mirror
+    from discovery.monitor import Monitor
     from discovery.peers import Peers
     from discovery.readings import Reading
     from discovery.relay import Relay
@@ -33,6 +34,7 @@ class Readings:
         caches: Caches,
         load: LoadBook,
         mirror: Mirror,
+        monitor: Monitor,
         relay: Relay,
         bus: Bus,
         server: Server,
@@ -44,6 +46,7 @@ class Readings:
         self._caches = caches
         self._load = load
         self._mirror = mirror
+        self._monitor = monitor
         self._relay = relay
         self._bus = bus
         self._server = server
@@ -74,6 +77,12 @@ class Readings:
             rejection = member.rejection(now)
             states.append(((member.info.id, rejection.value if rejection else "serving" if member.serving else "joining"), 1.0))
         yield "router_engine_state", "1 for the state each engine is in.", ("engine", "state"), states
+        pushed = [
+            ((engine, outcome), float(count))
+            for engine, counts in self._monitor.load_reports().items()
+            for outcome, count in zip(("read", "malformed"), counts, strict=True)
+        ]
+        yield "router_load_reports_total", "Load reports that engines pushed.", ("engine", "outcome"), pushed
         models = [((model,), float(len(self._fleet.of_model(model)))) for model in self._fleet.model_ids]
         yield "router_model_engines", "Engines serving each model.", ("model",), models
 

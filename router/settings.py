@@ -181,6 +181,13 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "Its engines are then asked for token ids, which costs time for each piece.",
         ),
     ] = 0
+    forward_tokens: Annotated[
+        bool,
+        Meta(
+            description="Give engines the token ids of a prompt, where they were made here and agree with the engine's own, so that it need not "
+            "render and tokenize it again."
+        ),
+    ] = False
     client_stall_timeout_s: Annotated[Seconds, Meta(description="Longest time a client may take nothing of its answer.")] = 300.0
     max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body; larger ones are answered 413.")] = 64 << 20
     grace_period_s: Annotated[Weight, Meta(description="How long requests in flight may go on after SIGTERM or Ctrl-C.")] = 30.0
@@ -233,7 +240,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield Complaint(key, "has no effect without admin_token or admin_token_file: there is no admin API then")
             elif key == "tls_key" and self.tls_cert is None:
                 yield Complaint(key, "has no effect without tls_cert")
-            elif key in ("predicted_ttl_s", "tokenizer") and self.policy in CACHE_BLIND:
+            elif key in ("predicted_ttl_s", "tokenizer", "forward_tokens") and self.policy in CACHE_BLIND:
                 yield Complaint(key, f"has no effect with policy {self.policy!r}, which does not look at the cache")
             elif key == "session_header" and self.policy in CACHE_BLIND - {"session"} | {"kv"}:
                 yield Complaint(key, f"has no effect with policy {self.policy!r}; 'session' and policies of your own read it")

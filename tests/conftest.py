@@ -11,7 +11,7 @@ import uvloop
 from pytest_asyncio.plugin import LoopFactory
 
 from discovery import logs
-from tests.engines.fixtures import arrange, launched, real_sglang, real_silent_vllm, real_vllm, real_vllm_pair  # noqa: F401  for all below
+from tests.engines.fixtures import arrange, engines, launched, real_sglang, real_vllm, real_vllm_pair  # noqa: F401  for all below
 
 ROOMS = ["engines", "discovery", "router", "planner"]
 

@@ -18,6 +18,7 @@ from engines.simulator.cache import BlockCache, Change
 from engines.simulator.core import Core
 from engines.simulator.faults import Faults
 from engines.simulator.hashes import BlockNamer
+from engines.simulator.load_feed import LoadPublisher, report
 from engines.simulator.parts import History, Parts, Recorded
 from engines.simulator.publisher import Publisher
 from engines.simulator.scheduler import Counters, Limits, Scheduler
@@ -37,6 +38,8 @@ class SimulatedEngine:
         self.settings = settings
         self._history = History(record)
         self._publisher = Publisher(settings.host, settings.kv_topic, settings.kv_replay_batches)
+        self.loads = LoadPublisher(settings.host)
+        """Its load feed, silent unless the settings say otherwise."""
         self.faults = Faults(lambda: self._publisher)
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
@@ -167,7 +170,11 @@ class SimulatedEngine:
         scheduler = Scheduler(cache, Timing.of(settings), limits, model.words, stores_generated_at_end=sglang)
         namer = BlockNamer(settings.kind, settings.block_size, settings.hash_seed)
         self._core = Core(scheduler, namer, self._publish)
-        parts = Parts(settings, model, self._core, self._publisher, self.faults, self._history, _wall_clock_s, _wall_clock_s())
+        if settings.load_feed:
+            self.loads.start()
+            self._tasks.append(self._group.create_task(self.loads.run(lambda: report(scheduler, settings.max_num_seqs))))
+        started = _wall_clock_s()
+        parts = Parts(settings, model, self._core, self._publisher, self.loads, self.faults, self._history, _wall_clock_s, started)
         self._server = EngineServer(parts)
         if settings.kv_events:
             await self._publisher.start()
@@ -195,6 +202,7 @@ class SimulatedEngine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._publisher.stop()
+        self.loads.stop()
         self._tasks, self._server, self._runner = [], None, None
 
     def _publish(self, changes: list[Change]) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from engines.simulator.core import Core
 from engines.simulator.faults import Faults
+from engines.simulator.load_feed import LoadPublisher
 from engines.simulator.publisher import Publisher
 from engines.simulator.settings import SimulateSettings
 from engines.simulator.text import ModelText
@@ -54,6 +55,7 @@ class Parts(msgspec.Struct, frozen=True):
     text: ModelText
     core: Core
     publisher: Publisher
+    loads: LoadPublisher
     faults: Faults
     history: History
     clock: Callable[[], float]
