@@ -73,7 +73,7 @@ class Members:
         """It cannot be followed any more."""
         self._sharing.unfollow(info.id)
 
-    def load(self, engine_id: str, load: dict[int, EngineLoad]) -> None:
+    def load(self, engine_id: str, load: dict[int, EngineLoad], *, answered: bool = True) -> None:
         """No concern of a relay."""
 
     def busy(self, engine_id: str) -> bool:  # noqa: ARG002  no request passes through here
