@@ -24,6 +24,7 @@ from router.resumption import COMPLETED, Resumption
 from router.retry import Answered, Attempt, End, Next, Verdict, judge
 from router.routes import INFERENCE
 from router.scheduling.scheduler import NoCandidate, PolicyError
+from router.token_ids import Ids, Outcome, with_ids
 
 if TYPE_CHECKING:
     from router.chooser import Choice, Chooser
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from router.gate import Gate, Place
     from router.intake import Asked, Intake
     from router.metrics import Metrics
+    from router.prompts.book import PromptBook
 
 CLIENT_LEFT: Final = 499
 """What a request is logged as whose client left; never sent to anybody."""
@@ -48,7 +50,7 @@ log = logging.getLogger(__name__)
 class Trip:
     """What there will be to say about a request at its end."""
 
-    __slots__ = ("asked", "choice", "failure", "first_token_at", "left", "relay", "resumption", "started", "tries")
+    __slots__ = ("asked", "choice", "failure", "first_token_at", "ids", "left", "relay", "resumption", "started", "tries")
 
     def __init__(self, started: float) -> None:
         self.started = started
@@ -60,6 +62,8 @@ class Trip:
         """Where streams may go on on another engine."""
         self.first_token_at: float | None = None
         self.tries = 0
+        self.ids: Outcome | None = None
+        """What became of the prompt's token ids in the last try, where they may be forwarded."""
         self.failure = ""
         self.left = False
 
@@ -114,8 +118,12 @@ class Proxy:
         suspect: Callable[[str], None],
         clock: Callable[[], float],
         resumes: int = 0,
+        prompts: PromptBook | None = None,
     ) -> None:
-        """`suspect` is told the id of an engine that failed to answer. `resumes`: how often a stream may go on on another one."""
+        """`suspect` is told the id of an engine that failed to answer. `resumes`: how often a stream may go on on another one.
+
+        `prompts`: how the token ids were made that engines are to be given; None: they make their own.
+        """
         self._intake = intake
         self._chooser = chooser
         self._gate = gate
@@ -126,6 +134,7 @@ class Proxy:
         self._suspect = suspect
         self._clock = clock
         self._resumes = resumes
+        self._prompts = prompts
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request, whatever happens, and say one line about it."""
@@ -205,29 +214,11 @@ class Proxy:
         relay, body = self._relay(exchange, trip, choice, explained, first_token)
         trip.relay = relay
         if choice.prefill is not None:
-            setback = await self._pairs.send(place, relay, body, repeats)
-            if setback is not None:
-                return setback
-            reused = False
+            setback, reused = await self._pairs.send(place, relay, body, repeats), False
         else:
-            line = self._lines.get(choice.endpoint.engine)
-            if line is None:
-                return Setback(choice, Attempt(EngineUnreachable("the engine has just left"), repeats=repeats))
-            request = line.request(exchange, body, choice.endpoint.rank)
-            connection = line.pool.take_idle() if repeats == 0 else None
-            try:
-                connection = connection or await line.pool.connect()
-            except EngineUnreachable as error:
-                return Setback(choice, Attempt(error, repeats=repeats))
-            reused = connection.reused
-            exchange.flow = connection
-            connection.send(request, relay)
-            try:
-                await relay.done
-            finally:
-                exchange.flow = None
-                if not relay.over:
-                    connection.abandon()
+            setback, reused = await self._send_to_one(exchange, trip, choice, body, repeats)
+        if setback is not None:
+            return setback
         if relay.head_seen is not None and not relay.accepted:  # a refusal is one even if its body breaks off
             refused = Attempt(Answered(relay.head_seen.status, relay.head_seen.retry_after_s), repeats=repeats)
             return Setback(choice, refused, relay)
@@ -235,6 +226,30 @@ class Proxy:
             client_bytes = int(exchange.started and relay.accepted)
             return Setback(choice, Attempt(relay.error, reused=reused, client_bytes=client_bytes, repeats=repeats, again=again), relay)
         return None
+
+    async def _send_to_one(self, exchange: Exchange, trip: Trip, choice: Choice, body: bytes, repeats: int) -> tuple[Setback | None, bool]:
+        """Ask an engine, and wait for the end of its answer; what kept it from being asked, and whether the connection had been used before."""
+        line, relay = self._lines.get(choice.endpoint.engine), trip.relay
+        if line is None or relay is None:
+            return Setback(choice, Attempt(EngineUnreachable("the engine has just left"), repeats=repeats)), False
+        if self._prompts is not None:
+            body = self._with_ids(trip, choice, body, self._prompts)
+        request = line.request(exchange, body, choice.endpoint.rank)
+        connection = line.pool.take_idle() if repeats == 0 else None
+        try:
+            connection = connection or await line.pool.connect()
+        except EngineUnreachable as error:
+            return Setback(choice, Attempt(error, repeats=repeats)), False
+        reused = connection.reused
+        exchange.flow = connection
+        connection.send(request, relay)
+        try:
+            await relay.done
+        finally:
+            exchange.flow = None
+            if not relay.over:
+                connection.abandon()
+        return None, reused
 
     def _relay(
         self, exchange: Exchange, trip: Trip, choice: Choice, explained: Headers, first_token: Callable[[], None]
@@ -247,6 +262,17 @@ class Proxy:
         if trip.resumption is not None:
             return trip.resumption.send(choice, exchange, explained, first_token)
         return Relay(exchange, explained, first_token), choice.asked.body
+
+    def _with_ids(self, trip: Trip, choice: Choice, body: bytes, prompts: PromptBook) -> bytes:
+        """The body with the prompt's ids in it, where they may be; which is counted either way."""
+        asked, info = choice.asked, choice.member.info
+        sent = Ids(body, asked.ids_barrier) if asked.ids_barrier is not None else None
+        if sent is None:
+            status = prompts.status(info.id)
+            sent = with_ids(body, asked.route.form, info, asked.tokens.get(info.id), checked=status is not None and status.checked)
+        trip.ids = sent.outcome
+        self._metrics.sent_ids(sent.outcome)
+        return sent.body
 
     def _further(self, trip: Trip, choice: Choice, attempt: Attempt, verdict: Verdict) -> Asked | None:
         """What to ask another engine after an answer has broken off, so that it goes on; None when it has ended here."""
@@ -317,19 +343,7 @@ class Proxy:
             fields["model"] = asked.request.model
             fields["prompt_tokens"] = asked.request.prompt_tokens
         if choice is not None:
-            decision, overlap_tokens = choice.decision, choice.overlap_tokens
-            endpoint = decision.chosen.endpoint
-            fields["engine"], fields["rank"] = endpoint.engine, endpoint.rank
-            fields["reason"], fields["overlap_tokens"] = REASONS[decision.reason], overlap_tokens
-            fields["tries"] = trip.tries
-            if trip.resumption is not None and trip.resumption.outcome:
-                fields["resumes"], fields["resumption"] = trip.resumption.times, trip.resumption.outcome
-                self._metrics.resumed(trip.resumption.outcome)
-            self._metrics.decided(decision)
-            if choice.split is not None:
-                fields |= _split_fields(choice)
-                self._metrics.prefilled(choice.split)
-            self._metrics.prompt(choice.asked.request.prompt_tokens, overlap_tokens)
+            self._conclude_choice(trip, choice, fields)
         if trip.first_token_at is not None:
             fields["ttft_s"] = round(trip.first_token_at - trip.started, 6)
         if trip.relay is not None:
@@ -337,6 +351,24 @@ class Proxy:
         if trip.failure:
             fields["failure"] = trip.failure
         event(log, logging.INFO, "request", **fields)
+
+    def _conclude_choice(self, trip: Trip, choice: Choice, fields: dict[str, object]) -> None:
+        """Count where the request went, and add it to the line."""
+        decision, overlap_tokens = choice.decision, choice.overlap_tokens
+        endpoint = decision.chosen.endpoint
+        fields["engine"], fields["rank"] = endpoint.engine, endpoint.rank
+        fields["reason"], fields["overlap_tokens"] = REASONS[decision.reason], overlap_tokens
+        fields["tries"] = trip.tries
+        if trip.ids is not None:
+            fields["token_ids"] = trip.ids.value
+        if trip.resumption is not None and trip.resumption.outcome:
+            fields["resumes"], fields["resumption"] = trip.resumption.times, trip.resumption.outcome
+            self._metrics.resumed(trip.resumption.outcome)
+        self._metrics.decided(decision)
+        if choice.split is not None:
+            fields |= _split_fields(choice)
+            self._metrics.prefilled(choice.split)
+        self._metrics.prompt(choice.asked.request.prompt_tokens, overlap_tokens)
 
     def _conclude_answer(self, trip: Trip, relay: Relay, fields: dict[str, object]) -> None:
         """Count what the engine's answer said of itself, and add it to the line."""

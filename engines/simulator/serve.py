@@ -17,6 +17,7 @@ import msgspec
 
 from engines.simulator.engine import SimulatedEngine
 from engines.simulator.settings import SimulateSettings
+from engines.types import EngineKind
 
 LAST_PORT = 65_535
 
@@ -47,6 +48,8 @@ def _check(settings: SimulateSettings) -> None:
     last = settings.port + settings.engines - 1
     if settings.port and last > LAST_PORT:
         raise CannotSimulate(f"{settings.engines} engines from port {settings.port} would need port {last}; the last one is {LAST_PORT}")
+    if settings.load_feed and (settings.kind is not EngineKind.SGLANG or not settings.kv_events):
+        raise CannotSimulate("load_feed is for kind sglang with kv_events: only SGLang pushes its load, and says where among its KV events")
     if not settings.model_names:
         raise CannotSimulate("served_model_name must name at least one model")
 

@@ -25,7 +25,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.real_engine
 
 PROMPTS = 50
-KINDS = ["real_nixl_pair", "real_mooncake_pair", "real_sglang_pair"]
+KINDS = ["nixl_pair", "mooncake_pair", "sglang_pair"]
 
 
 @pytest.fixture(params=KINDS)
