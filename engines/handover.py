@@ -25,6 +25,17 @@ PREFILL_PATH: Final = b"/v1/completions"
 PASSED_TO_PREFILL: Final = ("cache_salt", "extra_key", "lora_path", "priority")
 """Fields of a client's body that decide where its blocks are cached, or how soon they are computed."""
 
+_OF_THE_ANSWER: Final = frozenset(
+    {
+        "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "stop", "stop_token_ids", "stop_regex",
+        "ignore_eos", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "top_logprobs", "logit_bias", "presence_penalty",
+        "frequency_penalty", "repetition_penalty", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+        "guided_grammar", "regex", "ebnf", "json_schema", "return_token_ids", "return_logprob", "include_stop_str_in_output",
+    }
+)  # fmt: skip
+"""Fields that say what is generated, and how; none of them changes the prompt."""
+_HARMLESS_CHOICES: Final = frozenset({b"", b'"none"', b'"auto"'})
+
 Fields = dict[str, Raw]
 Told = Mapping[str, Any]
 """Fields that tell an engine of the other leg."""
@@ -146,6 +157,24 @@ def prefill_leg(model: str, ids: Raw, body: Fields, told: Told) -> bytes:
     """
     kept = {name: body[name] for name in PASSED_TO_PREFILL if name in body}
     return msgspec.json.encode({"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "ignore_eos": True, **kept, **told})
+
+
+def prefill_leg_as_asked(kind: EngineKind, body: Fields, told: Told) -> bytes:
+    """The client's own request, for one token: where its ids are not known for certain, both engines are left to make them alike."""
+    kept: dict[str, Any] = {name: value for name, value in body.items() if name not in _OF_THE_ANSWER}
+    if bytes(body.get("tool_choice", b"")) not in _HARMLESS_CHOICES:  # it would have the one token parsed as a whole call
+        del kept["tool_choice"]
+    once = {"temperature": 0, "ignore_eos": True}
+    if "messages" in body or "prompt" in body:
+        kept |= {"max_tokens": 1, **once}
+    else:
+        kept["sampling_params"] = {"max_tokens" if kind is EngineKind.VLLM else "max_new_tokens": 1, **once}
+    return msgspec.json.encode({**kept, **told})
+
+
+def decode_leg_as_asked(body: Fields, told: Told) -> bytes:
+    """The client's own request, and where the other leg is."""
+    return msgspec.json.encode({**body, **told})
 
 
 def decode_leg(kind: EngineKind, ids: Raw, body: Fields, told: Told) -> bytes:

@@ -168,7 +168,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             membership.lines,
             metrics,
             whereabouts,
-            pairs=PairSender(membership.lines, chooser, metrics, settings.kv_transfer_timeout_s, settings.kv_lease_s, clock),
+            pairs=PairSender(membership.lines, chooser, prompts, metrics, settings.kv_transfer_timeout_s, settings.kv_lease_s, clock),
             suspect=monitor.suspect,
             clock=clock,
             resumes=settings.resume,

@@ -167,7 +167,7 @@ class Chooser:
         asked, decode = choice.asked, choice.endpoint
         able = self._partners(choice.member, decode, asked, tried, now)
         if not able:
-            return msgspec.structs.replace(choice, split=Split(_undivided(asked) or Why.NO_PARTNER))
+            return msgspec.structs.replace(choice, split=Split(_undivided(asked, choice.member) or Why.NO_PARTNER))
         prefill = self._choose(asked, able, [], now)
         at_decode, at_prefill = choice.decision.chosen.load, prefill.decision.chosen.load
         facts = Facts(
@@ -184,7 +184,7 @@ class Chooser:
 
     def _partners(self, member: Member, decode: Endpoint, asked: Asked, tried: set[str], now: float) -> list[_Able]:
         """Endpoints that can compute the prompt for `decode` now."""
-        if _undivided(asked) is not None:
+        if _undivided(asked, member) is not None:
             return []
         partners, _ = self._with_room(self._fleet.partners(member, asked.request.model), tried, now)
         tokens = asked.tokens.get(decode.engine)  # the blocks of other ids would not be those that decode wants
@@ -258,7 +258,7 @@ class Chooser:
         """Whether the engine is of no use to the request without another one that computes its prompt."""
         if member.info.role is not Role.DECODE:
             return False
-        return member.only_paired or (self.pairing.rules.enforce and _undivided(asked) is None)
+        return member.only_paired or (self.pairing.rules.enforce and _undivided(asked, member) is None)
 
     def _with_room(self, members: list[Member], tried: set[str], now: float) -> tuple[list[_Able], list[tuple[Endpoint, Rejection]]]:
         """Endpoints of these members that can take one more request, and the others with the reason."""
@@ -304,8 +304,10 @@ class Chooser:
         return overlaps, in_flight
 
 
-def _undivided(asked: Asked) -> Why | None:
+def _undivided(asked: Asked, member: Member) -> Why | None:
     """Why the request cannot be shared between two engines; None when it can."""
     if asked.route.path not in SPLIT_PATHS:
         return Why.ROUTE
-    return undivided(asked.route, asked.fields()) or (None if asked.tokens else Why.UNTOKENIZED)
+    if not asked.tokens and not member.only_paired:  # media, for one: nobody knows how long it is
+        return Why.UNTOKENIZED
+    return undivided(asked.route, asked.fields())

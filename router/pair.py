@@ -19,17 +19,31 @@ from msgspec import Raw
 
 from discovery.logs import event
 from engines.errors import EngineClosed, EngineError, EngineUnreachable, TransferFailed
-from engines.handover import PREFILL_PATH, BadHandshake, Handshake, Mooncake, Nixl, Room, decode_leg, prefill_leg, room_for
+from engines.handover import (
+    PREFILL_PATH,
+    BadHandshake,
+    Handshake,
+    Mooncake,
+    Nixl,
+    Room,
+    decode_leg,
+    decode_leg_as_asked,
+    prefill_leg,
+    prefill_leg_as_asked,
+    room_for,
+)
 from engines.types import Connector
 from router.disagg import Facts
 from router.legs import PrefillLeg, Proof
 from router.retry import Answered, Attempt
+from router.token_ids import Outcome, judged
 
 if TYPE_CHECKING:
     from router.chooser import Choice, Chooser
     from router.forward import Line
     from router.gate import Place
     from router.metrics import Metrics
+    from router.prompts.book import PromptBook
     from router.relay import Relay
     from router.upstream import EngineConnection
 
@@ -55,6 +69,7 @@ class PairSender(msgspec.Struct, frozen=True):
 
     lines: Mapping[str, Line]
     chooser: Chooser
+    prompts: PromptBook
     metrics: Metrics
     transfer_timeout_s: float
     """From the prompt's last token computed to the first one generated elsewhere."""
@@ -98,7 +113,7 @@ class _Legs:
         self._open: list[tuple[EngineConnection, PrefillLeg | Proof]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._at_once = False
-        self._ids = Raw(msgspec.json.encode(place.choice.asked.tokens[place.choice.endpoint.engine].ids))
+        self._ids = _certain_ids(place.choice, sender.prompts)
         self._began = self._decode_began = sender.clock()
 
     @property
@@ -180,16 +195,21 @@ class _Legs:
 
     async def _ask_prefill(self, handshake: Handshake) -> None:
         asked = self._choice.asked
-        body = prefill_leg(asked.request.model, self._ids, asked.fields(), handshake.prefill())
+        if self._ids is None:
+            path, body = None, prefill_leg_as_asked(self._choice.member.info.kind, asked.fields(), handshake.prefill())
+        else:
+            path, body = PREFILL_PATH, prefill_leg(asked.request.model, self._ids, asked.fields(), handshake.prefill())
         connection = await self._connection(self._there)
         self._began = self._sender.clock()
         self._open.append((connection, self._leg))
         rank = None if self._prefill.member.info.connector is Connector.ROOMS else self._prefill.endpoint.rank  # the room's number tells it
-        connection.send(self._there.request(self._relay.exchange, body, rank, path=PREFILL_PATH), self._leg)
+        connection.send(self._there.request(self._relay.exchange, body, rank, path=path), self._leg)
 
     def _ask_decode(self, connection: EngineConnection, body: bytes, told: Mapping[str, object]) -> None:
         fields = msgspec.json.decode(body, type=dict[str, Raw])
-        body = decode_leg(self._choice.member.info.kind, self._ids, fields, told)
+        body = (
+            decode_leg_as_asked(fields, told) if self._ids is None else decode_leg(self._choice.member.info.kind, self._ids, fields, told)
+        )
         self._decode_began = self._sender.clock()
         self._open.append((connection, self._proof))
         self._relay.exchange.flow = connection
@@ -255,6 +275,16 @@ class _Legs:
             connection.reused for connection, sink in self._open if (sink is self._leg) == (engine == self._prefill.endpoint.engine)
         )
         return Setback(choice, Attempt(error, reused=reused, repeats=self._repeats))
+
+
+def _certain_ids(choice: Choice, prompts: PromptBook) -> Raw | None:
+    """The prompt's ids, where they are certainly those that the engine would make of it."""
+    asked, info = choice.asked, choice.member.info
+    tokens, status = asked.tokens.get(info.id), prompts.status(info.id)
+    if tokens is None:
+        return None
+    certain = judged(asked.route.form, info, tokens, checked=status is not None and status.checked) is Outcome.FORWARDED
+    return Raw(msgspec.json.encode(tokens.ids)) if certain or asked.ids_barrier is Outcome.GIVEN else None
 
 
 def _handshake(prefill: Choice) -> Handshake:

@@ -222,7 +222,7 @@ async def test_P3_nothing_reaches_a_decode_engine_of_sglang_that_no_prefill_engi
         ("/v1/completions", {"prompt": IDS, "best_of": 2}, "local several_sequences"),
         ("/v1/completions", {"prompt": IDS, "use_beam_search": True}, "local several_sequences"),
         ("/v1/completions", {"prompt": [IDS, IDS]}, "local several_sequences"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, "local several_sequences"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "local untokenized"),
         ("/v1/completions", {"prompt": IDS, "echo": True}, "local prompt_in_answer"),
         ("/v1/completions", {"prompt": IDS, "prompt_logprobs": 0}, "local prompt_in_answer"),
         ("/v1/completions", {"prompt": "text, and nobody has a tokenizer"}, "local untokenized"),

@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from engines.handover import BadHandshake, Mooncake, Nixl, Room, decode_leg, engine_ids, prefill_leg, room_for
+from engines.handover import (
+    BadHandshake,
+    Mooncake,
+    Nixl,
+    Room,
+    decode_leg,
+    decode_leg_as_asked,
+    engine_ids,
+    prefill_leg,
+    prefill_leg_as_asked,
+    room_for,
+)
 from engines.types import EngineKind
 from tests.raw_engine import NIXL_OFFER
 
@@ -102,3 +113,28 @@ def test_prefill_gets_what_decides_where_its_blocks_are_cached_and_nothing_of_th
         "model": "m", "prompt": [5, 6, 7], "max_tokens": 1, "temperature": 0, "ignore_eos": True, "cache_salt": "s", "extra_key": "k",
         "lora_path": "l", "priority": -1, "bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2,
     }  # fmt: skip
+
+
+def test_where_ids_are_not_certain_both_get_the_clients_own_words() -> None:
+    chat: dict[str, Any] = {
+        "model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [{"a": 1}], "tool_choice": "required", "stream": True, "n": 1,
+        "max_completion_tokens": 99, "response_format": {"type": "json_object"}, "reasoning_effort": "low", "cache_salt": "s",
+    }  # fmt: skip
+    told = Nixl().prefill()
+    assert msgspec.json.decode(prefill_leg_as_asked(EngineKind.VLLM, fields(chat), told)) == {
+        "model": "m", "messages": chat["messages"], "tools": chat["tools"], "reasoning_effort": "low", "cache_salt": "s",
+        "max_tokens": 1, "temperature": 0, "ignore_eos": True, "kv_transfer_params": {"do_remote_decode": True},
+    }  # fmt: skip
+    handshake = {"kv_transfer_params": NIXL_OFFER}
+    assert msgspec.json.decode(decode_leg_as_asked(fields(chat), handshake)) == chat | handshake
+    auto = msgspec.json.decode(prefill_leg_as_asked(EngineKind.VLLM, fields(chat | {"tool_choice": "none"}), told))
+    assert auto["tool_choice"] == "none"  # some templates leave tools out then
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(EngineKind.VLLM, "max_tokens"), (EngineKind.SGLANG, "max_new_tokens")])
+def test_engines_own_routes_have_their_limit_in_the_sampling_parameters(kind: EngineKind, limit: str) -> None:
+    body = fields({"text": "x", "stream": True, "sampling_params": {limit: 99, "stop": "y"}})
+    assert msgspec.json.decode(prefill_leg_as_asked(kind, body, {})) == {
+        "text": "x",
+        "sampling_params": {limit: 1, "temperature": 0, "ignore_eos": True},
+    }
