@@ -140,7 +140,7 @@ def _with_variables(program: Program, variables: Callable[[Ports], dict[str, str
 
 
 def _sglang(*arguments: str, told: Callable[[Ports], Sequence[str]] = lambda _: ()) -> Program:
-    transfer = ("--disaggregation-transfer-backend", "mooncake_tcp", *arguments)
+    transfer = ("--dtype", "float32", "--disaggregation-transfer-backend", "mooncake_tcp", *arguments)
     program = programs.sglang(SGLANG._replace(arguments=transfer))
     return program._replace(command=lambda setup, ports: [*program.command(setup, ports), *told(ports)])
 
