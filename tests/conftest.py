@@ -18,7 +18,7 @@ from tests.engines.fixtures import (  # noqa: F401  for all below
     real_mooncake_pair,
     real_nixl_pair,
     real_sglang,
-    real_sglang_pair,
+    real_sglang_pd_pair,
     real_silent_vllm,
     real_vllm,
     real_vllm_pair,

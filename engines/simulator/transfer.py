@@ -29,6 +29,8 @@ from engines.simulator.settings import LoadFailurePolicy, SimulateSettings
 
 KV_PATH = "/_sim/kv"
 _ROUNDING_BYTES = 0.5
+_TIMER_S = 0.005
+"""A loop's timers may fire that much before their time."""
 _T = TypeVar("_T")
 
 
@@ -290,7 +292,7 @@ class KvExchange:
 
     def _look(self, key: str, kept: Kept) -> None:
         """Give up what is over and not being asked for."""
-        if self.kept.get(key) is kept and not kept.asked and asyncio.get_running_loop().time() >= kept.until:
+        if self.kept.get(key) is kept and not kept.asked and asyncio.get_running_loop().time() + _TIMER_S >= kept.until:
             self.forget(key)
             if kept.sequence is not None:
                 self.expired(kept.sequence)

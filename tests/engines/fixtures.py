@@ -26,14 +26,19 @@ TIMEOUT_S = 900
 def arrange(items: list[pytest.Item]) -> None:
     """Tests with real engines go last, so that whatever is wrong without them is seen first, and are given the time they need.
 
-    Those with a pair of engines come after all others, pair by pair.
+    Those with a pair of engines come after all others, pair by pair, and of each pair's those that end one of its engines.
     """
     real = [item for item in items if item.get_closest_marker("real_engine")]
     for item in real:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
     kinds = list(_PAIRS)
-    items.sort(key=lambda item: (item in real, *sorted(kinds.index(name) for name in _named(item) if name in _PAIRS)))
+
+    def order(item: pytest.Item) -> tuple[bool, int, bool]:
+        pair = max((kinds.index(name) for name in _named(item) if name in _PAIRS), default=-1)
+        return item in real, pair, item.get_closest_marker("ends_engines") is not None
+
+    items.sort(key=order)
 
 
 def _small_vllm() -> Program:
@@ -50,7 +55,7 @@ _MAKERS: dict[str, tuple[Callable[[], Program], ...]] = {
 }
 _WITHIN = {"real_vllm": "real_vllm_pair"}
 """Where both are wanted, the one is part of the other."""
-_PAIRS = {"real_nixl_pair": pairs.NIXL, "real_mooncake_pair": pairs.MOONCAKE, "real_sglang_pair": pairs.SGLANG_TCP}
+_PAIRS = {"real_nixl_pair": pairs.NIXL, "real_mooncake_pair": pairs.MOONCAKE, "real_sglang_pd_pair": pairs.SGLANG_TCP}
 
 
 class Shared:
@@ -174,6 +179,6 @@ def real_mooncake_pair(one_pair: OnePair) -> Pair:
 
 
 @pytest.fixture
-def real_sglang_pair(one_pair: OnePair) -> Pair:
+def real_sglang_pd_pair(one_pair: OnePair) -> Pair:
     """Two SGLang engines: the prefill engine pushes KV by Mooncake's engine, over TCP."""
-    return one_pair.ready(_PAIRS["real_sglang_pair"])
+    return one_pair.ready(_PAIRS["real_sglang_pd_pair"])
