@@ -264,8 +264,11 @@ class Rooms(KvExchange):
 
     def left(self, sequence: Sequence) -> None:
         """See KvExchange."""
+        handover = sequence.prompt.handover
         if self._take_early(sequence):
             self.drop(sequence)
+        elif isinstance(handover, Keep) and not sequence.done and handover.key in self.kept:
+            self.kept[handover.key].ready.set()  # and nothing in it: decode waits no longer
         super().left(sequence)
 
     async def hand_over(self, asked: Asked) -> Given:

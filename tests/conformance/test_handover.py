@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +17,7 @@ from engines.simulator.engine import SimulatedEngine
 from engines.simulator.settings import Connector, SimulateSettings
 from engines.types import EngineKind, Role
 from tests.conformance.handing import Fields, Hands, PairedEngines, failure_of, ids_of, metric, wrapped
-from tests.conformance.wire import Client, Engine, EventFeed
+from tests.conformance.wire import Answer, Client, Engine, EventFeed
 from tests.engines.pairs import Pair
 from tests.waiting import alongside, until
 
@@ -156,13 +156,16 @@ async def test_a_chat_takes_ids_together_with_a_hand_over(hands: Hands, alone: C
     message = [{"role": "user", "content": "of no account"}]
     if hands.way == "nixl":
         here = wrapped(await hands.handle(prompt) | {"prompt_token_ids": prompt})
-        answer = await hands.decode.chat(message, max_tokens=8, return_token_ids=True, **here)
+        answer = await hands.decode.chat(message, max_tokens=8, **here)
     else:
         there, here = await hands.told()
         given = {"input_ids": prompt} if hands.way == "sglang" else wrapped(here["kv_transfer_params"] | {"prompt_token_ids": prompt})
-        asked = hands.decode.chat(message, max_tokens=8, return_token_ids=True, **(here | given))
-        _, answer = await asyncio.gather(hands.prefill.complete(prompt, **there), asked)
-    assert ids_of(answer) == ids_of(await alone.complete(prompt, max_tokens=8, return_token_ids=True))
+        _, answer = await asyncio.gather(
+            hands.prefill.complete(prompt, **there), hands.decode.chat(message, max_tokens=8, **(here | given))
+        )
+    itself = {"input_ids": prompt} if hands.way == "sglang" else wrapped({"prompt_token_ids": prompt})
+    right = await alone.chat(message, max_tokens=8, **itself)
+    assert answer.json["choices"][0]["message"]["content"] == right.json["choices"][0]["message"]["content"]
 
 
 @ALL
@@ -230,15 +233,14 @@ async def test_both_vllm_engines_announce_the_prompts_blocks_and_sglangs_decode_
 @ALL
 async def test_a_client_that_leaves_decode_leaves_nothing_behind(hands: Hands) -> None:
     prompt = hands.decode.ids(2.5)
-    if hands.way == "nixl":
-        here, first = wrapped(await hands.handle(prompt)), None
-    else:
-        there, here = await hands.told()
-        first = hands.prefill.complete(prompt, **there)
-    async with hands.decode.stream(prompt, max_tokens=4000, **here) as response:
-        if first is not None:
-            assert (await first).status == 200
-        await response.content.readline()
+    async with asyncio.TaskGroup() as legs:
+        if hands.way == "nixl":
+            here = wrapped(await hands.handle(prompt))
+        else:
+            there, here = await hands.told()
+            legs.create_task(hands.prefill.complete(prompt, **there))
+        async with hands.decode.stream(prompt, max_tokens=4000, **here) as response:
+            await response.content.readline()
     await until(lambda: idle(hands.decode), deadline_s=15, what="the decode engine to give up the request")
     if hands.way != "sglang":
         await until(lambda: free(hands), what="the prefill engine to free the blocks")
@@ -395,6 +397,22 @@ async def test_decode_waits_for_a_prefill_that_does_not_come_and_is_free_when_it
     await until(lambda: idle(hands.decode), deadline_s=15, what="the decode engine to give up the request")
 
 
+@AT_ONCE
+async def test_a_stream_is_opened_before_the_kv_has_come_by_vllm_and_not_by_sglang(hands: Hands) -> None:
+    _, here = await hands.told()
+
+    async def opened() -> int:
+        async with hands.decode.stream(hands.decode.ids(1), **here) as response:
+            return response.status
+
+    async with alongside(opened()) as asked:
+        if hands.way == "mooncake":
+            assert await asked == 200
+        else:
+            assert (await hands.legs(hands.decode.ids(1)))[1].status == 200
+            assert not asked.done()
+
+
 MOONCAKE = ways("mooncake")
 
 
@@ -493,19 +511,25 @@ async def test_prefill_computes_nothing_before_decode_comes_and_forgets_it_when_
 
 
 @SGLANG
-async def test_two_of_one_room_and_two_samples_of_one_prompt_are_not_both_served(hands: Hands) -> None:
+@pytest.mark.ends_engines
+async def test_two_requests_in_one_room_and_two_samples_of_one_prompt_are_not_both_served(hands: Hands) -> None:
+    """The one that is not served waits for ever; now and then it ends the whole decode engine."""
     prompt = hands.decode.ids(2.5)
     there, here = await hands.told()
-    async with asyncio.TaskGroup() as asked:
-        twice = [asked.create_task(hands.decode.complete(prompt, **here)) for _ in range(2)]
-        samples = asked.create_task(both(hands, n=2, temperature=1))
+    twice = [asyncio.create_task(hands.decode.complete(prompt, **here)) for _ in range(2)]  # noqa: TID251  owned by the test
+    samples = [asyncio.create_task(leg) for leg in await both(hands, n=2, temperature=1)]  # noqa: TID251  as well
+    try:
         await hands.prefill.complete(prompt, **there)
         await asyncio.wait(twice, return_when=asyncio.FIRST_COMPLETED)
-        assert (await hands.legs(hands.decode.ids(1)))[1].status == 200
-        assert [task.done() for task in (*twice, samples)].count(True) == 1
-        for task in (*twice, samples):
+        for _ in range(2):  # time enough for the rest
+            with contextlib.suppress(ClientConnectionError):
+                await hands.legs(hands.decode.ids(1))
+        assert sum(served(task) for task in twice) <= 1
+        assert not served(samples[1])
+    finally:
+        for task in (*twice, *samples):
             task.cancel()
-    await until(lambda: idle(hands.decode), deadline_s=15, what="the decode engine to give up the requests")
+        await asyncio.gather(*twice, *samples, return_exceptions=True)
 
 
 @SGLANG
@@ -551,11 +575,15 @@ async def gone(client: Client) -> bool:
     return False
 
 
-async def both(hands: Hands, **fields: object) -> None:
-    """Both legs, each asked for the same."""
+async def both(hands: Hands, **fields: object) -> list[Coroutine[None, None, Answer]]:
+    """Both legs, prefill first, each asked for the same."""
     prompt = hands.decode.ids(1)
     there, here = await hands.told()
-    await asyncio.gather(hands.prefill.complete(prompt, **(there | fields)), hands.decode.complete(prompt, **(here | fields)))
+    return [hands.prefill.complete(prompt, **(there | fields)), hands.decode.complete(prompt, **(here | fields))]
+
+
+def served(task: asyncio.Task[Answer]) -> bool:
+    return task.done() and task.exception() is None and task.result().status == 200
 
 
 def room(engine: Engine) -> int:

@@ -53,6 +53,7 @@ class Pair:
         """Start those that do not run, and return when both serve. Raises EngineFailed."""
         ended = [engine for engine in self.engines if engine.ended]
         for engine in ended:
+            engine.kill()  # what is left of it
             engine.launch()
         for engine in ended:
             engine.wait_ready()

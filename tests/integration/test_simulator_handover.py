@@ -82,8 +82,8 @@ async def test_a_link_is_shared_by_what_is_on_it() -> None:
     assert link.active == 0
     assert ended["short"] < min(ended["first"], ended["second"])
     # a busy machine can only make them later
-    assert ended["short"] > 0.149
-    assert min(ended["first"], ended["second"]) > 0.249
+    assert ended["short"] > 0.14
+    assert min(ended["first"], ended["second"]) > 0.24
 
 
 async def test_who_leaves_a_link_leaves_it_to_the_others() -> None:
@@ -100,7 +100,7 @@ async def test_a_transfer_takes_its_bytes_by_the_links_speed(http: aiohttp.Clien
         await complete(http, decode.url, **given)
         counts = decode.exchange.counts
         assert (counts.transfers, counts.bytes) == (1, 40_000)
-        assert counts.seconds > 0.099
+        assert counts.seconds > 0.09
 
 
 # ---------------------------------------------------------------------------------------------------------------------------- NIXL
@@ -188,7 +188,7 @@ async def test_an_engine_that_nobody_has_met_is_waited_for(http: aiohttp.ClientS
         started = time.monotonic()
         status, _ = await answer(http, decode.url, **given)
         assert status == 500
-        assert time.monotonic() - started > 0.29
+        assert time.monotonic() - started > 0.28
 
 
 async def test_a_restarted_engine_is_another_one_at_the_same_port(http: aiohttp.ClientSession) -> None:
