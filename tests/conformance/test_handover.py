@@ -207,6 +207,9 @@ async def test_engines_tell_their_role_where_they_tell_anything(hands: Hands) ->
             told = (await client.get("/server_info")).json
             assert told["disaggregation_mode"] == role
             assert told["disaggregation_transfer_backend"] == "mooncake"
+            (load,) = (await client.get("/v1/loads?include=core,disagg")).json["loads"]
+            assert load["disaggregation"]["mode"] == role
+            assert load["disaggregation"]["prefill_bootstrap_queue_reqs"] >= 0
         else:
             told = (await client.get("/server_info?config_format=json")).json["vllm_config"]["kv_transfer_config"]
             assert told["kv_connector"] == {"nixl": "NixlConnector", "mooncake": "MooncakeConnector"}[hands.way]
