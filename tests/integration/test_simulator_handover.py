@@ -180,6 +180,17 @@ async def test_an_engine_that_dies_while_it_sends_fails_the_request_or_has_it_co
         assert (decode.exchange.counts.failed, decode.cache.used, decode.waiting) == (1, 0, 0)
 
 
+@pytest.mark.parametrize(("host", "port"), [("x" * 300, 1), ("no.such.host.invalid", 1), ("127.0.0.1", 99_999), ("a b", "c")])
+async def test_an_address_that_is_none_is_an_engine_that_is_not_there(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, host: str, port: object
+) -> None:
+    monkeypatch.setattr(connectors, "HANDSHAKE_S", 0.0)
+    async with pair() as (prefill, decode):
+        given = (await handle(http, prefill))["kv_transfer_params"] | {"remote_host": host, "remote_port": port}
+        assert (await answer(http, decode.url, kv_transfer_params=given))[0] == 500
+        assert (await answer(http, decode.url))[0] == 200
+
+
 async def test_an_engine_that_nobody_has_met_is_waited_for(http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connectors, "HANDSHAKE_S", 0.3)
     async with pair() as (prefill, decode):
