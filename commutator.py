@@ -37,10 +37,18 @@ class Command(msgspec.Struct, frozen=True):
 
 COMMANDS = {
     "serve": Command("route requests to engines by what is in their KV caches", "router.settings:ServeSettings", "router.app:serve"),
+    "relay": Command(
+        "put engines' KV events on the bus for routers that cannot reach them", "discovery.settings:RelaySettings", "discovery.app:relay"
+    ),
     "simulate": Command(
         "run engines that speak the real protocol and have no model",
         "engines.simulator.settings:SimulateSettings",
         "engines.simulator.serve:run",
+    ),
+    "advise": Command(
+        "say whether prefill/decode disaggregation pays for a model, prompt length and link",
+        "planner.advise.settings:AdviseSettings",
+        "planner.advise.command:run",
     ),
 }
 

@@ -13,11 +13,13 @@ waits. Here each connection is a fresh client, and every subscription is made ag
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from urllib.parse import urlsplit
 
 import msgspec
 from nats import errors
@@ -25,6 +27,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
+from discovery.access import Access, AccessUnusable, Pass, read, shown, split
 from discovery.logs import event
 from discovery.redact import redact_text
 
@@ -46,6 +49,9 @@ RECONNECT_MIN_S = 0.05
 RECONNECT_MAX_S = 1.0
 PING_INTERVAL_S = 5
 """A peer that vanished without closing is noticed after three of these."""
+MAX_DISCOVERED = 64
+_ADVICE = "check {shows}"
+_NOTHING_SHOWN = "it wants to know who we are: give nats_user and nats_password, nats_token, nats_creds or nats_nkey"
 LOOK_S = 0.5
 """The client closes without calling back when a write fails at the wrong moment; so the connection is also looked at."""
 
@@ -79,13 +85,9 @@ class BusCounts(msgspec.Struct):
 
 
 class BusOptions(msgspec.Struct, frozen=True):
-    """How to be let in, beyond what the URL says."""
+    """What a connection is to be like, beyond what the URL says."""
 
-    tls: ssl.SSLContext | None = None
-    credentials: str | None = None
-    """Path of a `.creds` file."""
-    nkey_seed: str | None = None
-    """Path of an nkey seed file."""
+    access: Access = Access()
     echo: bool = True
     """Whether subscriptions of this connection hear what is published on it."""
 
@@ -138,6 +140,9 @@ class Bus:
         self.counts = BusCounts()
         self._options = options or BusOptions()
         self._servers: list[str] = []
+        self._access = self._options.access
+        self._discovered: list[str] = []
+        """Servers of the same cluster that a server has told of."""
         self._name = ""
         self._client: Client | None = None
         self._task: asyncio.Task[None] | None = None
@@ -165,8 +170,11 @@ class Bus:
         return redact_text(", ".join(self._servers))
 
     async def connect(self, servers: str | Sequence[str], *, name: str) -> None:
-        """Connected when this returns, and from then on kept so. Raises BusUnreachable; `name` shows in the server's own monitoring."""
-        self._servers = servers.replace(",", " ").split() if isinstance(servers, str) else list(servers)
+        """Connected when this returns, and from then on kept so; `name` shows in the server's own monitoring.
+
+        Raises BusUnreachable, or AccessUnusable for a file that cannot be used.
+        """
+        self._servers, self._access = split(servers, self._options.access)
         self._name = name
         client = await self._open()
         self._task = asyncio.create_task(self._keep(client), name=f"bus {name}")  # noqa: TID251  ended by close()
@@ -254,27 +262,33 @@ class Bus:
                 self._add(_Unsubscribe(subscription._nats))  # noqa: SLF001
 
     async def _open(self) -> Client:
-        """A client with every subscription made. Raises BusUnreachable."""
+        """A client with every subscription made. Raises BusUnreachable or AccessUnusable."""
         client = Client()
-        given = self._options
+        given = await asyncio.to_thread(read, self._access)
         self._last_error = None
+
+        def check() -> None:
+            if self._access.wants_tls and not client._server_info.get("tls_required"):  # noqa: SLF001  it tells of its TLS nowhere else
+                raise errors.SecureConnRequiredError
+
         try:
             await client.connect(
-                self._servers,
+                [*self._servers, *self._discovered],
                 name=self._name,
                 allow_reconnect=False,
                 max_reconnect_attempts=1,
                 reconnect_time_wait=0,
                 connect_timeout=CONNECT_TIMEOUT_S,
                 ping_interval=PING_INTERVAL_S,
-                no_echo=not given.echo,
+                no_echo=not self._options.echo,
                 error_cb=self._on_error,
                 closed_cb=self._on_closed,
                 tls=given.tls,
-                user_credentials=given.credentials,
-                nkeys_seed=given.nkey_seed,
+                **shown(self._access, given, check),
             )
+            check()
             self._client = client
+            self._discover(client, given)
             for subscription in tuple(self._subscriptions):
                 await self._attach(client, subscription)
             await _settle(client, CONNECT_TIMEOUT_S)
@@ -303,13 +317,15 @@ class Bus:
                 back()
 
     async def _reopen(self) -> Client:
-        wait_s = RECONNECT_MIN_S
+        wait_s, said = RECONNECT_MIN_S, ""
         while True:
             await asyncio.sleep(wait_s)
             try:
                 return await self._open()
-            except BusUnreachable as error:
-                event(_log, logging.DEBUG, "bus is still away", error=str(error))
+            except (BusUnreachable, AccessUnusable) as error:
+                if str(error) != said:
+                    said = str(error)
+                    event(_log, logging.WARNING, "bus is still away", error=said)
                 wait_s = min(2 * wait_s, RECONNECT_MAX_S)
 
     async def _serve(self, client: Client) -> None:
@@ -410,13 +426,43 @@ class Bus:
         if self._flushing is not None:
             self._flushing.reschedule(0)
 
+    def _discover(self, client: Client, given: Pass) -> None:
+        """Remember the rest of the cluster, for when this server is gone. By address alone a certificate's name cannot be checked."""
+        named = {urlsplit(server).netloc for server in self._servers}
+        found = [url for url in client.discovered_servers if url.netloc not in named]
+        self._discovered = [url.geturl() for url in found if given.tls is None or not _is_address(url.hostname or "")][:MAX_DISCOVERED]
+
     def _cause(self, error: Exception) -> str:
-        """What went wrong in connecting: when all servers failed, the client says only that, and told us why before."""
+        """What went wrong in connecting, and what to do: when all servers failed, the client says only that, and told us why before."""
         cause = self._last_error or error
-        said = redact_text(str(cause)) or type(cause).__name__
-        if isinstance(cause, ConnectionError | errors.UnexpectedEOF) and not isinstance(cause, ConnectionRefusedError):
-            said += "; it was there and hung up, as NATS does to wrong credentials: Authorization, or TLS, may be missing"
-        return said
+        said, shows = redact_text(str(cause)) or type(cause).__name__, self._access.shows
+        match cause:
+            case errors.SecureConnRequiredError():
+                return "it offers no TLS, which tls://, nats_ca or nats_cert ask for; nothing was shown to it"
+            case ssl.SSLCertVerificationError():
+                return f"its certificate is not to be trusted ({cause.verify_message}); name the authority that signed it as nats_ca"
+            case ssl.SSLError() if "ALERT" in (cause.reason or ""):
+                return f"it refuses our certificate ({cause.reason}); give one that it knows as nats_cert and nats_key"
+            case ssl.SSLError():
+                return f"no TLS with it: {cause.reason or said}"
+            case errors.AuthorizationError() | errors.Error() if "authorization" in said.lower() or "authentication" in said.lower():
+                return f"it refuses what it was shown ({said}): {_ADVICE.format(shows=shows) if shows else _NOTHING_SHOWN}"
+            case ConnectionRefusedError():
+                return said
+            case ConnectionError() | errors.UnexpectedEOF():
+                return f"{said}; it was there and hung up, as NATS does to wrong credentials (Authorization) or a missing certificate: " + (
+                    _ADVICE.format(shows=shows) if shows else _NOTHING_SHOWN
+                )
+            case _:
+                return said
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 async def _settle(client: Client, timeout_s: int) -> None:

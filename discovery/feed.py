@@ -8,6 +8,9 @@ its state and is sent on in the same call, so that a snapshot taken between two 
 
 What goes on the bus may wait a moment for more, so that a busy engine costs a message for several of its own. Whatever tells the position
 (a beacon, a snapshot) sends what waits first, so what was sent and what is held are always the same there.
+
+Until what the engine published before has been read, nothing is said: a copy of half of it is no copy, and where another relay has told of
+the engine so far, copies keep what they have from it.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from discovery.logs import event
 from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, Store, StreamMessage
 from discovery.signal import LIVE, Signal, SignalState
 from discovery.translate import Change, Translator
+from engines.blocks import KEY_BYTES, pack_keys
 from engines.events import Cleared, KvBatch
 from engines.types import Endpoint
 
@@ -40,6 +44,16 @@ class FeedCounts(msgspec.Struct):
 
     batches: int = 0
     """Of events, as the engine published them."""
+    gaps: int = 0
+    """Times that a batch was not the next."""
+    replays: int = 0
+    """Questions to the engine's replay socket."""
+    unanswered: int = 0
+    """Of them, those that were not answered, or not to the end."""
+    replayed: int = 0
+    """Batches that came from there."""
+    connects: int = 0
+    """Connections to the engine's publisher."""
     stored: int = 0
     removed: int = 0
     restarts: int = 0
@@ -103,11 +117,22 @@ class Feed:
         self._epoch = next_epoch()
         self._seq = 0
         self._heard = self._quiet = 0
+        self._caught_up = False
         self._partial = ""
         self._down = ""
         self._shown: tuple[Signal, int | None] = (LIVE, None)
         self._counts = FeedCounts()
         self._undecodable: Counter[str] = Counter()
+
+    @property
+    def batches(self) -> int:
+        """Of events, so far."""
+        return self._counts.batches
+
+    @property
+    def complete(self) -> bool:
+        """Whether what was published before we listened has been read, as far as it can be had: nothing is said before."""
+        return self._caught_up
 
     @property
     def signal(self) -> Signal:
@@ -170,16 +195,35 @@ class Feed:
         """A message that could not be read."""
         self._undecodable[kind] += 1
 
+    def caught_up(self) -> None:
+        """What the engine published before has been read, or is not to be had: from now on, all is told."""
+        if self._caught_up and not self._down:
+            return
+        self._begin_to_tell()
+        self._down = ""
+        self.beacon()
+
+    def unreachable(self, reason: str) -> None:
+        """There is nobody to listen to; what is held is kept, for the engine may be there again as it was."""
+        if self._caught_up and self._down == reason:
+            return
+        self._begin_to_tell()
+        self._down = reason
+        self.beacon()
+
     def crashed(self, reason: str) -> None:
         """Following it failed; it is tried again, and begins with `restarted`."""
         self._counts.crashes += 1
+        self._begin_to_tell()
         self._down = reason
         self._renew()
         self.beacon()
 
     def beacon(self) -> None:
-        """Say what a complete copy holds by now."""
+        """Say what a complete copy holds by now; before it is complete, nothing."""
         self.flush()
+        if not self._caught_up:
+            return
         translator, signal = self._translator, self.signal
         self._shown = (signal, translator.block_size)
         beacon = Beacon(
@@ -198,13 +242,15 @@ class Feed:
             self._copy.told(self.endpoint, beacon)
 
     def flush(self) -> bool:
-        """What waits to be sent is sent; whether anything did."""
+        """What waits to be sent is sent, and before all is told left out: a snapshot will have it. Whether anything was sent."""
         if self._send is None or not self._waiting:
             return False
         changes, self._waiting, self._waiting_blocks = self._waiting, [], 0
         ops = [change.op() for change in changes]
         for op in ops:
             self._digest = 0 if isinstance(op, Clear) else self._digest ^ digest_of_all(op.tier, op.keys)
+        if not self._caught_up:
+            return False
         for piece in pieces(ops):
             self._send(Batch(self._epoch, self._seq, piece))
             self._seq += 1
@@ -216,15 +262,20 @@ class Feed:
         self._copy = None
 
     def held(self) -> list[Change]:
-        """What makes an empty copy equal to what is held. O(blocks)."""
+        """What makes an empty copy equal to what is held. O(blocks), at some 10 ns each."""
         return self._translator.held()
 
     def snapshot(self) -> Iterator[SnapshotChunk]:
-        """Everything held at this moment, however late the iterator is run. O(blocks) now, then O(1) a chunk."""
+        """Everything held at this moment, however late the iterator is run. O(blocks) now, as `held`, then O(1) a chunk."""
         self.flush()
-        parts = list(pieces(change.op() for change in self.held())) or [[]]
-        epoch, seq = self._epoch, self._seq
-        return (SnapshotChunk(epoch, seq, number, len(parts), ops) for number, ops in enumerate(parts))
+        epoch, seq, step = self._epoch, self._seq, PIECE_BYTES // KEY_BYTES
+        parts = [(held.tier, held.keys, start) for held in self.held() for start in range(0, len(held.keys), step)]
+        if not parts:
+            return iter([SnapshotChunk(epoch, seq, 0, 1, [])])
+        return (
+            SnapshotChunk(epoch, seq, number, len(parts), [Store(tier, pack_keys(keys[start : start + step]))])
+            for number, (tier, keys, start) in enumerate(parts)
+        )
 
     def _changed(self, changes: list[Change]) -> None:
         for change in changes:
@@ -242,6 +293,11 @@ class Feed:
             self.flush()
         else:
             self._waits()
+
+    def _begin_to_tell(self) -> None:
+        if not self._caught_up:
+            self.flush()  # what of it still waits is left out like the rest
+            self._caught_up, self._quiet = True, self._heard
 
     def _renew(self) -> None:
         self._translator.clear()

@@ -58,7 +58,8 @@ class Beacon(msgspec.Struct, frozen=True, array_like=True, tag="beacon"):
     reason: str
     """Why, in words; empty when live."""
     quiet: int = 0
-    """Batches of events in this epoch that changed nothing held and so were not sent on: an engine that publishes those is not silent."""
+    """Batches of events in this epoch that were not sent on, since they changed nothing held or were read before the first beacon: an
+    engine that publishes those is not silent."""
 
 
 StreamMessage = Batch | Beacon

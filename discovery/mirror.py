@@ -145,24 +145,35 @@ class Mirror:
     # discovery.relay.LocalCopy
 
     def attach(self, feed: Feed) -> None:
-        """What the feed's endpoint holds is told by it, from what it holds now on. O(blocks it holds)."""
+        """What the feed's endpoint holds is told by it, from what it holds now on. O(blocks it holds).
+
+        A complete copy of another relay's serves until the feed is complete as well.
+        """
         self._feeds[feed.endpoint] = feed
         copy = self._copies.get(feed.endpoint)
-        if copy is not None:
+        if copy is not None and (feed.complete or not copy.complete):
             self._link(copy, feed)
 
     def detach(self, endpoint: Endpoint) -> None:
-        """Its feed has ended: from now on it is copied from the bus, as if it had just been expected. Idempotent."""
+        """Its feed has ended: from now on it is copied from the bus. What was known counts on until the bus tells of it. Idempotent."""
         if self._feeds.pop(endpoint, None) is None or endpoint not in self._copies:
             return
-        life = self._copies[endpoint].life
-        self._drop(endpoint)
-        self._add(endpoint, life)
+        copy, now = self._copies[endpoint], self._clock()
+        if not copy.local:
+            return
+        if not copy.complete:
+            self._drop(endpoint)
+            self._add(endpoint, copy.life)
+            return
+        copy.local, copy.sync = False, StreamSync(copy.sync.counts)
+        copy.sync.inherit(now)
+        if not self._bus.connected:
+            copy.tracker.bus_lost(now)
 
     def changed(self, endpoint: Endpoint, changes: Iterable[Change]) -> None:
         """The next changes of what is held there. O(blocks)."""
         copy = self._copies.get(endpoint)
-        if copy is None:
+        if copy is None or not copy.local:
             return
         copy.sync.counts.batches += 1
         copy.tracker.heard(self._clock())
@@ -171,7 +182,7 @@ class Mirror:
     def renewed(self, endpoint: Endpoint) -> None:
         """A new epoch: nothing of what was known holds any more."""
         copy = self._copies.get(endpoint)
-        if copy is not None:
+        if copy is not None and copy.local:
             copy.sync.counts.epochs += 1
             copy.renewed()
             self._index.clear(endpoint)
@@ -179,8 +190,10 @@ class Mirror:
     def told(self, endpoint: Endpoint, beacon: Beacon) -> None:
         """How its feed sees it."""
         copy = self._copies.get(endpoint)
-        if copy is not None:
+        if copy is not None and copy.local:
             self._note(copy, beacon, self._clock())
+        elif copy is not None:
+            self._link(copy, self._feeds[endpoint])
 
     # the router
 

@@ -57,6 +57,10 @@ class Monitor:
         watch = self._watches.get(engine_id)
         return "" if watch is None else watch.waiting_for
 
+    def load_reports(self) -> dict[str, tuple[int, int]]:
+        """By engine, of those that have pushed any: load reports read, and messages there that were none."""
+        return {engine_id: watch.load_reports for engine_id, watch in self._watches.items() if any(watch.load_reports)}
+
     async def run(self) -> None:
         """Follow the engines until cancelled; members stay members then, since nothing is known against them."""
         try:

@@ -11,6 +11,9 @@ An engine is relayed by one router, since a stream on the bus has one writer. A 
 heard of before. Of two claims the higher counts, of equal ones that of the higher name; the other router yields, and the one that
 stays begins its stream anew, for mirrors may have turned to the one that yielded.
 
+A process that only relays (`commutator relay`) comes first: what it follows, it takes, also from a router; among several such it is as
+among routers. Routers take what no such process follows.
+
 All of it is ended by our own clock. A router that was itself away (its loop stalled, its machine slept) judges nobody by that time.
 """
 
@@ -103,6 +106,8 @@ class Presence(msgspec.Struct, frozen=True, array_like=True, tag="presence"):
     """Engine → the number of its claim."""
     marks: Annotated[list[Marks], Meta(max_length=MAX_NAMED)] | None
     """None: as before."""
+    only_relays: bool = False
+    """It serves no client, and is there to relay."""
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True, tag="update"):
@@ -155,13 +160,14 @@ class Others(Protocol):
 
 
 class _Peer:
-    __slots__ = ("carries", "follows", "heard_at", "relays")
+    __slots__ = ("carries", "follows", "heard_at", "only_relays", "relays")
 
     def __init__(self, now: float) -> None:
         self.heard_at = now
         self.carries: dict[Endpoint, tuple[int, int]] = {}
         self.follows: frozenset[str] = frozenset()
         self.relays: dict[str, int] = {}
+        self.only_relays = False
 
 
 class Peers:
@@ -176,9 +182,10 @@ class Peers:
     ([], [], [], 0)
     """
 
-    def __init__(self, router: str, now: float, *, expected: int = 1) -> None:
-        """`router` is our own name; `expected` is how many of us were started together."""
+    def __init__(self, router: str, now: float, *, expected: int = 1, only_relays: bool = False) -> None:
+        """`router` is our own name; `expected` is how many of us were started together; `only_relays` is what we are."""
         self.router = router
+        self.only_relays = only_relays
         self.prefixes = Prefixes()
         self.ignored = 0
         """Messages of more routers than there can be."""
@@ -216,6 +223,10 @@ class Peers:
     def follows(self) -> list[str]:
         """Engines that we could relay."""
         return sorted(self._follows)
+
+    def relayed(self, engine: str) -> bool:
+        """Whether another one relays it, who comes before us."""
+        return any(engine in peer.relays and (peer.only_relays or not self.only_relays) for peer in self._peers.values())
 
     def load(self, endpoint: Endpoint) -> Carried:
         """What all others together have in flight there. Runtime complexity: O(1)."""
@@ -326,6 +337,9 @@ class Peers:
         if (follows := frozenset(presence.follows)) != peer.follows:
             peer.follows = follows
             self._news_at = now
+        if presence.only_relays != peer.only_relays:
+            peer.only_relays = presence.only_relays
+            self._news_at = now
         peer.relays = presence.relays
         return [*self._settle(presence.router, peer), *self._decide(now)]
 
@@ -355,8 +369,9 @@ class Peers:
                 yield Take(engine)
 
     def _decide(self, now: float) -> list[Change]:
-        """Take what is free, in turns: the router with the fewest engines is next, of equals the one of the lowest name."""
-        held = {engine for peer in self._peers.values() for engine in peer.relays} | self._relays.keys()
+        """Take what is free, in turns: who has the fewest engines is next, of equals the one of the lowest name."""
+        rivals = {name: peer for name, peer in self._peers.items() if peer.only_relays or not self.only_relays}
+        held = {engine for peer in rivals.values() for engine in peer.relays} | self._relays.keys()
         free = sorted(self._follows - held)
         if not free:
             return []
@@ -364,14 +379,17 @@ class Peers:
             self._free_since.setdefault(engine, now)
         if not self._all_are_here(now) or (self._peers and now - self._news_at < SETTLE_S):
             return []
-        counts = Counter({name: len(peer.relays) for name, peer in self._peers.items()} | {self.router: len(self._relays)})
+        counts = Counter({name: len(peer.relays) for name, peer in rivals.items()} | {self.router: len(self._relays)})
         changes: list[Change] = []
         for engine in free:
             waited_s = now - self._free_since[engine]
-            able = [name for name, peer in self._peers.items() if engine in peer.follows]
-            if len(able) < len(self._peers) and waited_s < PATIENCE_S:
+            able = [name for name, peer in rivals.items() if engine in peer.follows]
+            first = [name for name in able if rivals[name].only_relays]
+            if not first and len(able) < len(rivals) and waited_s < PATIENCE_S:
                 continue
-            next_ = min([*able, self.router], key=lambda name: (counts[name], name))
+            next_ = min(first or able, key=lambda name: (counts[name], name), default=self.router)
+            if self.only_relays or not first:
+                next_ = min(next_, self.router, key=lambda name: (counts[name], name))
             counts[next_] += 1
             if next_ == self.router or waited_s >= 3 * PATIENCE_S:
                 self._highest[engine] = self._relays[engine] = min(self._highest.get(engine, 0) + 1, MAX_AMOUNT)

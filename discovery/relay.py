@@ -6,6 +6,9 @@ relay gives them life: it says on the bus what they hold every few seconds, and 
     follow(info) ──▶ Feed ◀── KvSubscriber ◀── ZMQ            bus ── SnapshotRequest ──▶ Feed.snapshot ── chunks ──▶ bus
                        ├── batches, beacons ──▶ bus
                        └── changes ──▶ the mirror of the same process, if there is one: what it has itself, it does not ask of the bus
+
+Nothing is said of an endpoint before the engine's replay has been read, nor is anybody answered. An engine that answers nothing is waited
+for no longer than `SILENT_S`; then its signal says that nothing came.
 """
 
 from __future__ import annotations
@@ -26,10 +29,13 @@ from discovery.feed import Feed, FeedCopy, FeedCounts
 from discovery.logs import event
 from discovery.messages import SnapshotRequest, StreamMessage
 from discovery.subjects import Subjects
-from engines.subscriber import KvSubscriber
+from engines.subscriber import KvSubscriber, SubscriberCounts
 from engines.types import Endpoint, EngineInfo, KvSource
 
 RETRY_S = 1.0
+SILENT_S = 3.0
+"""How long an engine may bring nothing before what is known of it is told all the same; more than a replay has to answer."""
+LOOK_S = 0.25
 TOGETHER_S = 0.01
 """After a batch of any engine has been sent, the next ones wait so long for each other: what others hear is never later by more."""
 MAX_REQUESTS = 4096
@@ -60,7 +66,11 @@ class _Followed:
         self.source = source
         self.life = life
         self.requests = requests
+        self.counts = SubscriberCounts()
         self.task: asyncio.Task[None] | None = None
+        self.brought = (0, 0)
+        """What has come of it so far, and when that was last more than before: for as long as it is not complete."""
+        self.brought_at = 0.0
 
 
 class Relay:
@@ -112,9 +122,16 @@ class Relay:
         for endpoint in [known for known in self._followed if known.engine == engine_id]:
             self._drop(endpoint)
 
+    def complete(self, engine_id: str) -> bool:
+        """Whether all that this engine has published is known, as far as it can be had."""
+        return all(followed.feed.complete for endpoint, followed in self._followed.items() if endpoint.engine == engine_id)
+
     def stats(self) -> dict[Endpoint, FeedCounts]:
         """What happened on each endpoint followed now."""
-        return {endpoint: followed.feed.counts for endpoint, followed in self._followed.items()}
+        return {
+            endpoint: msgspec.structs.replace(followed.feed.counts, **msgspec.structs.asdict(followed.counts))
+            for endpoint, followed in self._followed.items()
+        }
 
     async def run(self) -> None:
         """Ends only by cancellation; then nothing is followed by tasks any more."""
@@ -123,6 +140,7 @@ class Relay:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._beat(), name="relay beacons")
                 tasks.create_task(self._answer(), name="relay snapshots")
+                tasks.create_task(self._look(), name="relay joins")
                 while True:
                     for ended in self._ended:
                         ended.cancel()
@@ -176,9 +194,10 @@ class Relay:
 
     async def _pull(self, followed: _Followed) -> None:
         """One rank's whole life here. Nothing an engine publishes may end the relay, nor another engine's feed."""
+        followed.brought_at = time.monotonic()
         while True:
             try:
-                await KvSubscriber(self._context, followed.source, followed.feed).run()
+                await KvSubscriber(self._context, followed.source, followed.feed, counts=followed.counts).run()
             except Exception:  # noqa: BLE001  see above; it is logged whole, shown in the signal, and counted
                 _log.exception("following KV events failed", extra={"fields": {"endpoint": str(followed.feed.endpoint)}})
                 followed.feed.crashed("reading its events failed; the relay's log says how")
@@ -189,6 +208,20 @@ class Relay:
             started = time.monotonic()
             self._beacons()
             await asyncio.sleep(max(0.0, self._beacon_period_s - (time.monotonic() - started)))
+
+    async def _look(self) -> None:
+        """Wait for no engine that brings nothing: one that never connects to us, or a network that swallows what we send."""
+        while True:
+            now = time.monotonic()
+            for followed in self._followed.values():
+                brought = (followed.counts.connects, followed.feed.batches)
+                if followed.task is None or followed.feed.complete:
+                    continue
+                if brought != followed.brought:
+                    followed.brought, followed.brought_at = brought, now
+                elif now - followed.brought_at >= SILENT_S:
+                    followed.feed.unreachable(f"nothing has come from {followed.source.events}")
+            await asyncio.sleep(LOOK_S)
 
     def _beacons(self) -> None:
         for followed in self._followed.values():
@@ -216,8 +249,8 @@ class Relay:
                 endpoint, reply = next(iter(self._wanted))
                 del self._wanted[endpoint, reply]
                 followed = self._followed.get(endpoint)
-                if followed is None:
-                    continue
+                if followed is None or not followed.feed.complete:
+                    continue  # whoever asked hears of it when it is
                 followed.feed.beacon()  # whoever asks has not heard the last one
                 for chunk in followed.feed.snapshot():
                     await self._bus.room()

@@ -132,7 +132,7 @@ class Sharing:
         self._tell()
         told = [packed(endpoint, list(known.items())) for endpoint, known in self._peers.prefixes.told().items()] if marks else None
         carries = [Told(endpoint.engine, endpoint.rank, *load) for endpoint, load in self._told.items()]
-        self._publish(Presence(self._peers.router, carries, self._peers.follows, self._peers.relays, told))
+        self._publish(Presence(self._peers.router, carries, self._peers.follows, self._peers.relays, told, self._peers.only_relays))
 
     def _tell(self) -> None:
         """Say what has changed."""

@@ -17,6 +17,10 @@ answers a request made since is believed over it, and so is an older epoch once 
 
 A snapshot is applied chunk by chunk as it comes, so that a large one neither lies in memory twice nor stalls the loop; the
 endpoint is not `synced` until the last of it is in.
+
+Another relay's life is not another life of the engine's cache: who takes over an engine tells of it once it has read all that the engine
+published. A copy that was complete is therefore *inherited*: it counts on until the first chunk of the new relay's snapshot, and where
+the new relay's digest is the same, no snapshot is needed.
 """
 
 from __future__ import annotations
@@ -38,8 +42,10 @@ RETRY_S = 2.0
 MOST_BEHIND = 2
 """One beacon that is behind us may have been overtaken on its way; not so several in a row."""
 MIN_RESYNC_S = 0.05
-MAX_RESYNC_S = 2.0
+MAX_RESYNC_S = 1.0
 """Bounds of the wait between two snapshots of one stream; doubles until a beacon agrees."""
+INHERITED_S = 5.0
+"""How long a copy from another relay counts while the new one does not answer."""
 MAX_KEPT_BYTES = 16 * 1024 * 1024
 """Keys of live batches kept while a snapshot is on its way; the oldest go first, and a gap then asks again."""
 
@@ -86,6 +92,23 @@ class SyncCounts(msgspec.Struct):
     snapshots: int = 0
     """Applied to the end."""
     requests: int = 0
+    resyncs: dict[str, int] = msgspec.field(default_factory=dict)
+    """Times that the copy had to be made anew, by why: a word of `Why`."""
+
+
+class Why(enum.StrEnum):
+    """What began a resync."""
+
+    JOINED = "joined"
+    """Nothing was known yet, or only the middle of an epoch was heard."""
+    RELAY = "relay"
+    """Another relay has taken over, and what it has differs."""
+    GAP = "gap"
+    DIGEST = "digest"
+    BEHIND = "behind"
+    """The relay stays behind what we hold."""
+    UNANSWERED = "unanswered"
+    """The snapshot asked for did not come, or not whole."""
 
 
 def epoch_parts(epoch: str) -> tuple[str, int]:
@@ -97,23 +120,27 @@ def epoch_parts(epoch: str) -> tuple[str, int]:
 class StreamSync:
     """One endpoint's copy. Every method takes `now` in monotonic seconds and returns the actions to take, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: SyncCounts | None = None) -> None:
         self.phase = Phase.UNKNOWN
         self.epoch: str | None = None
         self.seq = 0
         """The number of the batch wanted next."""
         self.blocks = 0
         self.digest = 0
-        self.counts = SyncCounts()
+        self.counts = SyncCounts() if counts is None else counts
         self.why = "nothing was heard of it yet"
         """Why it is not synced, in words."""
         self._doubted = False
         self._dirty = False
+        self._inherited_until: float | None = None
+        """Until when what is held counts, though it is of another relay; None: it is not."""
         self._behind = 0
         self._kept: deque[Batch] = deque()
         self._kept_bytes = 0
         self._retired: dict[str, float] = {}
         self._attempt = 0
+        self._asked = False
+        """Whether a snapshot has been asked for since the copy was last found wanting."""
         self._chunk: SnapshotChunk | None = None
         self._due = 0.0
         self._wait_s = MIN_RESYNC_S
@@ -123,7 +150,17 @@ class StreamSync:
     @property
     def synced(self) -> bool:
         """Whether the copy is complete as far as anything heard so far can tell."""
-        return self.phase is Phase.SYNCED and not self._doubted
+        return (self.phase is Phase.SYNCED or self._inherited_until is not None) and not self._doubted
+
+    @property
+    def inherited(self) -> bool:
+        """Whether what counts now is of another relay than the one that is followed."""
+        return self._inherited_until is not None
+
+    def inherit(self, now: float) -> None:
+        """What was told of this endpoint in another way, and is complete, counts until the bus tells of it."""
+        self._dirty = True
+        self._inherited_until = now + INHERITED_S
 
     def batch(self, batch: Batch, now: float) -> list[Action]:
         """One live batch arrived. O(keys in it)."""
@@ -134,12 +171,15 @@ class StreamSync:
             if self._is_late(batch.epoch, now):
                 self.counts.late += 1
                 return []
-            self._begin(batch.epoch, now, actions)
-            if batch.seq == 0:
-                self.phase = Phase.SYNCED
-            else:
-                self._resync("it was joined in the middle of an epoch", now, actions)
+            inherited = self._inherits(batch.epoch)
+            self._begin(batch.epoch, now, actions, keeps=inherited)
+            if inherited:
+                self._resync(Why.RELAY, "another relay tells of it", now, actions)
                 return actions
+            if batch.seq:
+                self._resync(Why.JOINED, "it was joined in the middle of an epoch", now, actions)
+                return actions
+            self.phase = Phase.SYNCED
         if self.phase is not Phase.SYNCED:
             self._keep(batch)
         elif batch.seq == self.seq:
@@ -149,7 +189,7 @@ class StreamSync:
             self.counts.duplicates += 1
         else:
             self.counts.gaps += 1
-            self._resync(f"batches {self.seq} to {batch.seq - 1} were lost", now, actions)
+            self._resync(Why.GAP, f"batches {self.seq} to {batch.seq - 1} were lost", now, actions)
         return actions
 
     def beacon(self, beacon: Beacon, now: float) -> list[Action]:
@@ -157,18 +197,14 @@ class StreamSync:
         actions: list[Action] = []
         if beacon.epoch == self.epoch:
             self._spoken_at = now
+        elif self._is_late(beacon.epoch, now):
+            self.counts.late += 1
+            return []
         else:
-            if self._is_late(beacon.epoch, now):
-                self.counts.late += 1
-                return []
-            self._begin(beacon.epoch, now, actions)
-            if beacon.seq == 0 and beacon.blocks == 0:
-                self.phase = Phase.SYNCED
-            else:
-                self._resync("it was joined in the middle of an epoch", now, actions)
+            self._begin_with(beacon, now, actions)
         if self.phase is Phase.SYNCED and beacon.seq > self.seq:
             self.counts.gaps += 1
-            self._resync(f"batches {self.seq} to {beacon.seq - 1} were lost", now, actions)
+            self._resync(Why.GAP, f"batches {self.seq} to {beacon.seq - 1} were lost", now, actions)
         elif self.phase is Phase.SYNCED and beacon.seq == self.seq:
             if (beacon.blocks, beacon.digest) == (self.blocks, self.digest):
                 self._doubted = False
@@ -176,12 +212,13 @@ class StreamSync:
                 self._wait_s = MIN_RESYNC_S
             else:
                 self.counts.mismatches += 1
-                self._resync(f"its digest differs at batch {self.seq}", now, actions)
+                self._resync(Why.DIGEST, f"its digest differs at batch {self.seq}", now, actions)
         elif self.phase is Phase.SYNCED:
             self._behind += 1
             if self._behind == MOST_BEHIND:
                 self.counts.mismatches += 1
-                self._resync(f"its relay has got to batch {beacon.seq} only, and batches to {self.seq - 1} were heard", now, actions)
+                reason = f"its relay has got to batch {beacon.seq} only, and batches to {self.seq - 1} were heard"
+                self._resync(Why.BEHIND, reason, now, actions)
         return actions
 
     def chunk(self, chunk: SnapshotChunk, attempt: int, now: float) -> list[Action]:
@@ -198,6 +235,7 @@ class StreamSync:
             if chunk.epoch != self.epoch:
                 self._begin(chunk.epoch, now, actions)
                 self._attempt = attempt
+            self._inherited_until = None
             self._clear(actions)
         self._due = now + RETRY_S
         self._chunk = chunk
@@ -209,7 +247,14 @@ class StreamSync:
     def tick(self, now: float) -> list[Action]:
         """To be called about ten times a second: asks for a snapshot when one is due, again when one got lost."""
         actions: list[Action] = []
+        if self._inherited_until is not None and now >= self._inherited_until:
+            self._inherited_until = None
+            self._clear(actions)
         if self.phase is not Phase.SYNCED and now >= self._due:
+            if self._asked and self._asked_at + RETRY_S <= now:
+                self._count(Why.UNANSWERED)
+            elif self.phase is Phase.UNKNOWN:
+                self._count(Why.JOINED)
             self._request(now, actions)
         return actions
 
@@ -227,8 +272,27 @@ class StreamSync:
             return number < current_number and now - self._spoken_at < RETIRED_S
         return now < self._retired.get(life, now)
 
-    def _begin(self, epoch: str, now: float, actions: list[Action]) -> None:
-        """Forget the epoch before: whatever was known of it is dropped at once."""
+    def _begin_with(self, beacon: Beacon, now: float, actions: list[Action]) -> None:
+        """The first that is heard of an epoch is what a complete copy of it holds."""
+        empty = beacon.seq == beacon.blocks == 0
+        inherited = not empty and self._inherits(beacon.epoch)
+        same = inherited and self.phase is Phase.SYNCED and (beacon.blocks, beacon.digest) == (self.blocks, self.digest)
+        self._begin(beacon.epoch, now, actions, keeps=inherited)
+        if same:
+            self.phase, self.seq, self._inherited_until = Phase.SYNCED, beacon.seq, None
+        elif inherited:
+            self._resync(Why.RELAY, "another relay tells of it, and has something else", now, actions)
+        elif empty:
+            self.phase = Phase.SYNCED
+        else:
+            self._resync(Why.JOINED, "it was joined in the middle of an epoch", now, actions)
+
+    def _inherits(self, epoch: str) -> bool:
+        """Whether what is held is complete, and of this engine's cache as another relay than this epoch's saw it."""
+        return self.synced and (self.epoch is None or epoch_parts(self.epoch)[0] != epoch_parts(epoch)[0])
+
+    def _begin(self, epoch: str, now: float, actions: list[Action], *, keeps: bool = False) -> None:
+        """Forget the epoch before: whatever was known of it is dropped at once, or, if it `keeps` that, once there is better."""
         if self.epoch is not None:
             life, old = epoch_parts(epoch)[0], epoch_parts(self.epoch)[0]
             self._retired = {name: until for name, until in self._retired.items() if now < until and name != life}
@@ -243,10 +307,20 @@ class StreamSync:
         self._chunk = None
         self._doubted = False
         self.seq = 0
-        self._clear(actions)
+        if keeps:
+            self._inherited_until = now + INHERITED_S
+        else:
+            self._inherited_until = None
+            self._clear(actions)
 
-    def _resync(self, why: str, now: float, actions: list[Action]) -> None:
+    def _count(self, why: Why) -> None:
+        self.counts.resyncs[why.value] = self.counts.resyncs.get(why.value, 0) + 1
+
+    def _resync(self, kind: Why, why: str, now: float, actions: list[Action]) -> None:
+        if kind is not Why.JOINED or self.phase is not Phase.SYNCING:
+            self._count(kind)
         self.phase = Phase.SYNCING
+        self._asked = False
         self.why = why
         self._behind = 0
         self._chunk = None
@@ -256,6 +330,7 @@ class StreamSync:
 
     def _request(self, now: float, actions: list[Action]) -> None:
         self.phase = Phase.SYNCING
+        self._asked = True
         self._chunk = None
         self._attempt += 1
         self._kept.clear()  # what was heard before the request is in its answer
@@ -287,7 +362,7 @@ class StreamSync:
                 self._apply(batch, actions)
         if kept:
             self.counts.gaps += 1
-            self._resync(f"batches {self.seq} to {kept[0].seq - 1} were lost", now, actions)
+            self._resync(Why.GAP, f"batches {self.seq} to {kept[0].seq - 1} were lost", now, actions)
 
     def _keep(self, batch: Batch) -> None:
         if self._kept and batch.seq <= self._kept[-1].seq:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from itertools import chain, repeat
+from itertools import repeat
 from typing import NamedTuple
 
 from discovery.messages import Clear, Op, Remove, Store
@@ -46,7 +46,8 @@ class _Held:
     __slots__ = ("again", "keys")
 
     def __init__(self) -> None:
-        self.keys: set[int] = set()
+        self.keys: dict[int, None] = {}
+        """In the order in which they came to be held. A set has no order, takes up to thrice as much, and is gone through by the collector."""
         self.again: dict[int, int] = {}
         """Holders beyond the first; absent when there is one."""
 
@@ -55,7 +56,7 @@ class _Held:
         if key in self.keys:
             self.again[key] = self.again.get(key, 0) + 1
             return False
-        self.keys.add(key)
+        self.keys[key] = None
         return True
 
     def take(self, keys: list[int]) -> list[int]:
@@ -67,13 +68,13 @@ class _Held:
                 more = again.get(key)
                 if more is None:
                     gone.append(key)
-                    self.keys.remove(key)
+                    del self.keys[key]
                 elif more == 1:
                     del again[key]
                 else:
                     again[key] = more - 1
             return gone
-        self.keys.difference_update(keys)
+        deque(map(self.keys.pop, keys), maxlen=0)
         return keys
 
     def clear(self) -> None:
@@ -95,10 +96,10 @@ class _Copies:
     def add(self, hashes: list[BlockHash], keys: list[int], held: _Held) -> list[int]:
         """One more copy of each; the keys among `keys` that were not held before."""
         names, count = self.keys, len(hashes)
-        if held.keys.isdisjoint(keys):
+        if held.keys.keys().isdisjoint(keys):
             named, holding = len(names), len(held.keys)
             deque(map(names.setdefault, hashes, keys), maxlen=0)
-            held.keys.update(keys)
+            deque(map(held.keys.setdefault, keys), maxlen=0)
             if len(names) - named == len(held.keys) - holding == count:
                 return keys
             # A name came twice, or was known for another key: as if nothing had been done, and then one by one.
@@ -106,7 +107,8 @@ class _Copies:
             for name in hashes:
                 if names.get(name) in fresh:  # those known before stand for keys that are held
                     del names[name]
-            held.keys -= fresh
+            for key in fresh:
+                del held.keys[key]
         new = []
         for name, key in zip(hashes, keys, strict=True):
             if name in names:
@@ -217,12 +219,11 @@ class Translator:
         return [Change(Clear, Tier.DEVICE, [])] if held else []
 
     def held(self) -> list[Change]:
-        """Changes that make an empty copy equal to this: one Store per tier that holds anything, oldest hash first. O(blocks)."""
-        return [Change(Store, tier, keys) for tier in Tier if (keys := self._keys_in(tier))]
+        """Changes that make an empty copy equal to this: one Store per tier that holds anything, in the order in which it came.
 
-    def _keys_in(self, tier: Tier) -> list[int]:
-        of_tier = [copies.keys.values() for (place, _group), copies in self._copies.items() if place is tier]
-        return list(dict.fromkeys(chain.from_iterable(of_tier)))
+        O(blocks), at some 10 ns each.
+        """
+        return [Change(Store, tier, list(held.keys)) for tier, held in self._held.items() if held.keys]
 
     def _store(self, event: Stored, changes: list[Change]) -> None:
         if reason := self._unusable(event):
@@ -300,7 +301,7 @@ class Translator:
             assert all(count > 0 for count in copies.again.values())
             holders[tier].update(copies.keys.values())
         for tier, held in self._held.items():
-            assert held.keys == holders[tier].keys()
+            assert held.keys.keys() == holders[tier].keys()
             assert held.again == {key: count - 1 for key, count in holders[tier].items() if count > 1}
         assert self.blocks == sum(map(len, holders.values()))
 

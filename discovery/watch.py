@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import time
 from typing import Protocol
 
 import aiohttp
@@ -21,6 +22,7 @@ from discovery.logs import event
 from discovery.registry import Changed, Joined, Registry
 from engines.client import EngineClient
 from engines.errors import EngineError, EngineTimeout, EngineUnreachable
+from engines.load_feed import LoadFeed
 from engines.metrics import EngineLoad
 from engines.probe import alive, describe, look, probe
 from engines.types import EngineInfo, EngineSpec
@@ -46,8 +48,12 @@ class Listener(Protocol):
     def left(self, info: EngineInfo, reason: str) -> None:
         """The engine gets no new work and its cache is to be forgotten. Streams in flight on it may still end well."""
 
-    def load(self, engine_id: str, load: dict[int, EngineLoad]) -> None:
-        """What each rank reported just now; fields it did not report are None."""
+    def load(self, engine_id: str, load: dict[int, EngineLoad], *, answered: bool = True) -> None:
+        """What ranks reported just now; fields they did not report are None.
+
+        `answered`: the engine has answered questions, for all of its ranks. Else it pushed this by itself, which does not say that it
+        serves.
+        """
 
     def busy(self, engine_id: str) -> bool:
         """Whether bytes from this engine are reaching clients now."""
@@ -80,6 +86,14 @@ class Watch:
         self._times = times
         self._suspected = asyncio.Event()
         self._failures = 0
+        self._feed = LoadFeed((), self._pushed, clock=time.monotonic)
+        self._read = self._malformed = 0
+        """Load reports in earlier lives of the engine."""
+
+    @property
+    def load_reports(self) -> tuple[int, int]:
+        """How many load reports the engine has pushed, and how many messages that were none."""
+        return self._read + self._feed.reports, self._malformed + self._feed.malformed
 
     def suspect(self) -> None:
         """Check (or probe) now instead of at the end of the period."""
@@ -91,7 +105,7 @@ class Watch:
         while True:
             await self._join()
             joined = loop.time()
-            self.leave(await self._stay())
+            self.leave(await self._stay_and_hear())
             if loop.time() - joined < self._times.probe_period_s:
                 # Two processes taking turns at one URL would have us probe without a pause.
                 await self._pause(self._times.probe_period_s)
@@ -118,6 +132,19 @@ class Watch:
                 return
             await self._pause(min(delay, self._times.probe_period_s))
             delay *= 2
+
+    async def _stay_and_hear(self) -> str:
+        """Returns the reason to leave; until then, load that the engine pushes is passed on."""
+        self._read, self._malformed = self.load_reports
+        self._feed = LoadFeed(self._info().load_sources, self._pushed, clock=time.monotonic)
+        async with asyncio.TaskGroup() as group:
+            hearing = group.create_task(self._feed.run(), name=f"load of {self._client.url}")
+            reason = await self._stay()
+            hearing.cancel()
+        return reason
+
+    def _pushed(self, rank: int, load: EngineLoad) -> None:
+        self._listener.load(self._client.url, {rank: load}, answered=False)
 
     async def _stay(self) -> str:
         """Returns the reason to leave."""
@@ -163,7 +190,7 @@ class Watch:
         """Takes in what may have changed; the reason to leave when it is not the same process any more."""
         info = self._info()
         try:
-            seen = await look(self._client, info)
+            seen = await look(self._client, info, known=self._feed.latest())
         except EngineError as error:
             if isinstance(error, EngineUnreachable) and error.number == errno.ECONNREFUSED:
                 return str(error)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -38,6 +39,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
 
 
 Sample = tuple[Mapping[str, str], float]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(r"\\(.)")
@@ -86,6 +88,15 @@ def read_loads(answer: bytes) -> dict[int, EngineLoad]:
     return {one.dp_rank: EngineLoad(one.num_running_reqs, one.num_waiting_reqs, one.token_usage) for one in loads}
 
 
+def read_load_stat(message: bytes) -> EngineLoad | None:
+    """One rank's report on SGLang's feed; None when it is none. Fields added at its end are passed over."""
+    try:
+        stat = _STAT.decode(message)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return EngineLoad(stat.running, stat.waiting, min(1.0, stat.tokens / stat.most_tokens) if stat.most_tokens else None)
+
+
 def read_cache_config(text: str) -> dict[int, CacheConfig]:
     """Each rank's cache layout, from vLLM's page."""
     found = {}
@@ -111,6 +122,17 @@ class _Rank(msgspec.Struct):
 
 class _Loads(msgspec.Struct):
     loads: list[_Rank]
+
+
+class _LoadStat(msgspec.Struct, array_like=True, tag="LoadStat", gc=False):
+    running: _Count
+    waiting: _Count
+    tokens: _Count
+    most_tokens: _Count
+    """0 when the engine does not know."""
+
+
+_STAT = msgspec.msgpack.Decoder(_LoadStat)
 
 
 def _by_rank(text: str, label: str, names: tuple[str, ...]) -> Iterator[tuple[int, float]]:

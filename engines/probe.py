@@ -72,13 +72,14 @@ async def alive(client: EngineClient, info: EngineInfo) -> bool:
             return await _sglang_ready(client) == 200
 
 
-async def look(client: EngineClient, info: EngineInfo) -> Look:
+async def look(client: EngineClient, info: EngineInfo, *, known: dict[int, EngineLoad] | None = None) -> Look:
     """What may have changed while the engine ran: its models (adapters come and go), its load, the start of its process.
 
-    A question that is not answered with a 2xx leaves the models as they were and the load unknown. Raises as `alive` does.
+    `known`: its load, where it has pushed that just now and need not be asked. A question that is not answered with a 2xx leaves the
+    models as they were and the load unknown. Raises as `alive` does.
     """
-    models, load, boot = info.models, dict[int, EngineLoad](), info.boot
-    if info.load_path is not None:
+    models, load, boot = info.models, known or {}, info.boot
+    if info.load_path is not None and not known:
         reply = await client.ask(info.load_path)
         if reply.ok and info.load_path == sglang.LOADS:
             load = metrics.read_loads(reply.body)
@@ -106,7 +107,10 @@ def describe(info: EngineInfo) -> str:
     blocks = "" if info.total_blocks is None else f", {info.total_blocks} blocks"
     ranks = f"rank{'s' if info.pins_rank else ''} {', '.join(map(str, info.ranks))}"
     events = "; ".join(map(_describe_source, info.kv_sources)) or f"publishes no KV events: {info.no_kv_events}"
-    load = "" if info.load_path is not None else "; reports no load"
+    if info.load_sources:
+        load = f"; load {', '.join(source.events for source in info.load_sources)}"
+    else:
+        load = "" if info.load_path is not None else "; reports no load"
     return (
         f"{info.id} is {_NAMES[info.kind]} {info.version}: {models}; {size}{blocks}; {ranks}; {events}; "
         f"tokenizer {info.tokenizer or 'unknown'}{load}"
@@ -145,6 +149,8 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
         total_blocks=cache.total_blocks,
         kv_sources=sources,
         tokenizer=spec.tokenizer or vllm.weights_of(models),
+        chats_take_ids=vllm.chats_take_ids(version),
+        texts_take_ids=True,
         load_path=vllm.METRICS if page.ok else None,  # one page without load is no reason never to look again
         no_kv_events="" if sources else why,
         boot=metrics.read_boot(text),
@@ -174,8 +180,11 @@ async def _sglang(client: EngineClient, spec: EngineSpec, server: sglang.ServerI
         total_blocks=sglang.total_blocks(server),
         kv_sources=sources,
         tokenizer=spec.tokenizer or server.tokenizer_path,
+        chats_take_ids=sglang.chats_take_ids(server),
+        texts_take_ids=sglang.texts_take_ids(server),
         max_num_batched_tokens=sglang.max_batched_tokens(server),
         load_path=await _sglang_load_path(client),
+        load_sources=sglang.read_load_sources(server, host_of(client.url)),
         no_kv_events="" if sources else "it was started without --kv-events-config (or with another publisher than zmq over tcp)",
     )
 

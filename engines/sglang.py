@@ -39,6 +39,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     max_total_num_tokens: int | None = None
     chunked_prefill_size: int | None = None
     max_prefill_tokens: int | None = None
+    chat_template: str | None = None
+    completion_template: str | None = None
     kv_events: KvEvents | None = None
     kv_events_config: str | None = None
 
@@ -52,6 +54,8 @@ class KvEvents(msgspec.Struct, frozen=True):
     block_size: int | None = None
     dp_size: int = 1
     replay_endpoint_port_base: int | None = None
+    load_endpoint_port_base: int | None = None
+    load_topic: str = "load"
 
 
 def recognise(answer: bytes) -> ServerInfo | None:
@@ -93,6 +97,19 @@ def max_batched_tokens(info: ServerInfo) -> int | None:
     return chunk if chunk is not None and chunk > 0 else info.max_prefill_tokens
 
 
+def chats_take_ids(info: ServerInfo) -> bool:
+    """Whether a chat may bring its `input_ids`.
+
+    Not with a built-in conversation template, or one in a JSON file: their stop strings would be lost.
+    """
+    return info.chat_template is None or info.chat_template.endswith(".jinja")
+
+
+def texts_take_ids(info: ServerInfo) -> bool:
+    """Whether a completion may bring ids: a completion template is for texts."""
+    return info.completion_template is None
+
+
 def read_kv_sources(info: ServerInfo, host: str) -> tuple[KvSource, ...]:
     """One source per rank; wildcard hosts become `host`.
 
@@ -119,12 +136,26 @@ def read_kv_sources(info: ServerInfo, host: str) -> tuple[KvSource, ...]:
     )
 
 
-def pin_headers(info: EngineInfo, rank: int) -> dict[str, str]:
-    """The header that sends a request to `rank`; none when there is one rank.
+def read_load_sources(info: ServerInfo, host: str) -> tuple[KvSource, ...]:
+    """Where each rank pushes its load; empty unless the server was started with `--load-publish-endpoint`.
 
-    OpenAI routes only: `/generate` takes `routed_dp_rank` in its body instead.
+    These sockets always bind, on a wildcard, whatever is said of the events' host.
     """
+    events = info.kv_events
+    if events is None or events.load_endpoint_port_base is None:
+        return ()
+    base = events.load_endpoint_port_base
+    return tuple(KvSource(rank, tcp(host, base + rank), topic=events.load_topic) for rank in ranks(info))
+
+
+def pin_headers(info: EngineInfo, rank: int) -> dict[str, str]:
+    """The header that sends a request to `rank`; none when there is one rank. For OpenAI's routes: see `pin_fields`."""
     return {"X-Data-Parallel-Rank": str(rank)} if info.pins_rank else {}
+
+
+def pin_fields(info: EngineInfo, rank: int) -> dict[str, int]:
+    """The body's field that does so on `/generate`, which does not read the header (0.5.23); OpenAI's routes would let the header win."""
+    return {"routed_dp_rank": rank} if info.pins_rank else {}
 
 
 class _Config(msgspec.Struct):

@@ -6,7 +6,9 @@
 The ideas. The next message in order is delivered in the callback that read it; anything else, and all that comes after it, waits in line
 for a task that may ask the replay. Each life has fresh connections, so nothing a dead process left can be taken for the next one's. And
 since a publisher does not say who it is, a reconnect asks the replay for the latest message seen: only the same process still has that
-payload.
+payload. A number that goes back within one connection is put to the same question, since a message that comes late looks like a restart.
+
+What is given up as lost need not stay lost: the replay is asked a little later whether it has everything after all, and then all is read anew.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
+import msgspec
 import zmq.asyncio
 
 from engines.events import KvBatch, UndecodableBatch, decode
@@ -37,6 +40,36 @@ _SHORTEST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
 _MOST_VERDICTS = 5
 """Gap, restart, gap, accept: no honest message needs more judgements than that."""
+_LONGEST_WAIT_S = 60.0
+"""Between two questions to a replay that does not answer."""
+_LONGEST_MEND_S = 2.0
+"""Between two questions whether it has everything after all."""
+
+
+class FollowTimes(msgspec.Struct, frozen=True):
+    """How long to wait for what. What is not answered is asked again, each time after twice as long."""
+
+    replay_silence_s: float = 2.0
+    """For a replay that says nothing."""
+    quiet_s: float = 1.0
+    """Without a live message: the replay is then asked once whether one was lost, since that otherwise shows only when the next comes."""
+    mend_s: float = 0.5
+    """After a loss: the replay is then asked whether it has everything after all."""
+
+
+class SubscriberCounts(msgspec.Struct):
+    """Plain numbers for the metrics page; they never go back."""
+
+    gaps: int = 0
+    """Times that a number was not the next."""
+    replays: int = 0
+    """Questions to the replay."""
+    unanswered: int = 0
+    """Of them, those that it did not answer, or not to the end."""
+    replayed: int = 0
+    """Batches that came from it."""
+    connects: int = 0
+    """Connections to a publisher."""
 
 
 class KvSink(Protocol):
@@ -58,6 +91,14 @@ class KvSink(Protocol):
         """A message came that could not be read, and was passed over; `kind` is one of a few fixed words."""
         ...
 
+    def caught_up(self) -> None:
+        """What was published before we listened has been told, as far as it can be had; again on every connection."""
+        ...
+
+    def unreachable(self, reason: str) -> None:
+        """There is no publisher to listen to. It is tried again for ever; `caught_up` says that there is one."""
+        ...
+
 
 class KvSubscriber:
     """Follows one source for ever and tells one sink."""
@@ -67,20 +108,20 @@ class KvSubscriber:
         context: zmq.asyncio.Context,
         source: KvSource,
         sink: KvSink,
-        *,
-        replay_silence_s: float = 2.0,
-        quiet_s: float = 5.0,
+        times: FollowTimes | None = None,
+        counts: SubscriberCounts | None = None,
     ) -> None:
-        """Follow `source` on sockets of `context`; nothing happens before `run`.
-
-        `replay_silence_s`: how long a replay may say nothing. `quiet_s`: once after so long without a live message, the replay is
-        asked whether one was lost, since a loss otherwise shows only when the next one comes.
-        """
+        """Follow `source` on sockets of `context`; nothing happens before `run`."""
+        times = FollowTimes() if times is None else times
+        self.counts = counts if counts is not None else SubscriberCounts()
         self._context = context
         self._source = source
         self._sink = sink
-        self._replay_silence_s = replay_silence_s
-        self._quiet_s = quiet_s
+        self._replay_silence_s = times.replay_silence_s
+        self._quiet_s = times.quiet_s
+        self._mend_s = self._mend_wait_s = times.mend_s
+        self._mend_at: float | None = None
+        """When the replay is to be asked for what was lost; None: nothing is missing that it could have."""
         self._tracker = SequenceTracker()
 
     async def run(self) -> None:
@@ -92,10 +133,14 @@ class KvSubscriber:
             try:
                 async with subscribed(self._source, line) as subscription:
                     await self._follow(line, subscription)
-                if subscription.wrong and not subscription.listens and subscription.wrong != complaint:
-                    complaint = subscription.wrong
-                    self._complain("what is at the KV event address is no ZMQ publisher", complaint)
+                if subscription.wrong and not subscription.listens:
+                    if not line.connected:
+                        self._sink.unreachable(f"what is at {self._source.events} is no ZMQ publisher: {subscription.wrong}")
+                    if subscription.wrong != complaint:
+                        complaint = subscription.wrong
+                        self._complain("what is at the KV event address is no ZMQ publisher", complaint)
             except (BadAddress, OSError, TimeoutError) as error:
+                self._sink.unreachable(f"no connection to {self._source.events}: {str(error) or 'it does not answer'}")
                 # Mostly an engine that is not up yet. Said once where it is something else: an address in use, or one that is none.
                 if str(error) != complaint and not isinstance(error, ConnectionError | TimeoutError):
                     complaint = str(error)
@@ -108,33 +153,38 @@ class KvSubscriber:
 
     async def _check_life(self) -> None:
         """Called on every connection: afterwards this life's known batches have been delivered, of whichever life it now is."""
+        self.counts.connects += 1
         if self._tracker.expected:
             if self._source.replay is None:
                 self._restart("reconnected, and no replay socket to tell whether it is the same process")
             elif not await self._is_same_life(self._source.replay):
                 self._restart("reconnected, and the replay does not know the latest batch")
         await self._catch_up()
+        self._sink.caught_up()
 
     async def _is_same_life(self, endpoint: str) -> bool:
         last = self._tracker.last
         if last is None:
             return False
         for _ in range(2):
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with contextlib.aclosing(self._ask(endpoint, last[0])) as messages:
                     async for message in messages:
                         return (message.seq, message.fingerprint) == last
                 return False
+            except TimeoutError:
+                self.counts.unanswered += 1
         return False
 
     async def _follow(self, line: _Line, subscription: Subscription) -> None:
         """Returns when the connection ends."""
-        asked = False
-        """Whether the replay has been asked since the last live message."""
+        asked, wait_s = False, self._quiet_s
+        """Whether the replay has answered since the last live message, and how long after it to ask."""
         while True:
             heard = line.heard
-            happened = await line.something(self._quiet_s)
-            asked = asked and heard == line.heard
+            happened = await line.something(wait_s, self._mend_at)
+            if heard != line.heard:
+                asked, wait_s = False, self._quiet_s
             if line.over:
                 line.check()
                 return
@@ -142,9 +192,11 @@ class KvSubscriber:
                 line.newcomer = False
                 await self._check_life()
             elif not happened and not asked:
-                asked = True
-                await self._catch_up()
+                asked = await self._catch_up()
+                wait_s = self._quiet_s if asked else min(2 * wait_s, max(self._quiet_s, _LONGEST_WAIT_S))
             await self._work_off(line, subscription)
+            if self._mend_at is not None and line.now >= self._mend_at:
+                await self._mend()
 
     async def _work_off(self, line: _Line, subscription: Subscription) -> None:
         """Take what waits in line, until something happens to the connection: what comes after that may be another process's."""
@@ -187,20 +239,29 @@ class KvSubscriber:
                 case Duplicate():
                     return
                 case Gap(last=last):
+                    self.counts.gaps += 1
                     await self._catch_up()
                     self._give_up(last + 1)
                 case Restart(expected=expected, got=got):
+                    latest = self._tracker.last
+                    if self._source.replay is not None and await self._is_same_life(self._source.replay):
+                        if latest is not None and latest[0] == got:
+                            self._sink.undecodable("sequence")  # two batches of one number
+                        return  # else it was overtaken on its way
                     self._restart(f"the next number was to be {expected} and is {got}")
         self._sink.undecodable("sequence")
 
-    async def _catch_up(self) -> None:
-        """Deliver what the replay has from the next batch on. Without one, or when it says nothing, nothing changes."""
-        if self._source.replay is not None:
-            while await self._catch_up_once(self._source.replay):
-                pass
+    async def _catch_up(self) -> bool:
+        """Deliver what the replay has from the next batch on; whether it has answered to the end, or there is none to ask."""
+        if self._source.replay is None:
+            return True
+        while True:
+            moved, ended = await self._catch_up_once(self._source.replay)
+            if ended or not moved:
+                return ended
 
-    async def _catch_up_once(self, endpoint: str) -> bool:
-        """Ask once. True when the answer brought something but broke off, so that asking again from there may bring the rest."""
+    async def _catch_up_once(self, endpoint: str) -> tuple[bool, bool]:
+        """Ask once: whether the answer brought something, and whether it came to its end."""
         moved = False
         try:
             async with contextlib.aclosing(self._ask(endpoint, self._tracker.expected)) as messages:
@@ -208,22 +269,49 @@ class KvSubscriber:
                     verdict = self._tracker.feed_replayed(message.seq, message.fingerprint)
                     if isinstance(verdict, Gap):
                         if moved:
-                            return True
+                            return True, False
                         self._give_up(message.seq)
                         verdict = self._tracker.feed_replayed(message.seq, message.fingerprint)
                     if isinstance(verdict, Accept):
                         moved = True
+                        self.counts.replayed += 1
                         self._deliver(message)
                     await asyncio.sleep(0)
         except TimeoutError:
-            return moved
-        return False
+            self.counts.unanswered += 1
+            return moved, False
+        return moved, True
+
+    async def _mend(self) -> None:
+        """Something was given up. Read all anew if the replay has it from the first batch on; if it has forgotten that, that is final."""
+        endpoint = self._source.replay
+        self._mend_at = None
+        if endpoint is None:
+            return
+        try:
+            async with contextlib.aclosing(self._ask(endpoint, 0)) as messages:
+                first = await anext(messages, None)
+        except TimeoutError:
+            self.counts.unanswered += 1
+            self._mend_wait_s = min(2 * self._mend_wait_s, max(self._mend_s, _LONGEST_MEND_S))
+            self._mend_soon()
+            return
+        self._mend_wait_s = self._mend_s
+        if first is not None and first.seq == 0:
+            self._restart("the replay has everything from the first batch on")
+            await self._catch_up()
+            self._sink.caught_up()
+
+    def _mend_soon(self) -> None:
+        if self._mend_at is None:
+            self._mend_at = asyncio.get_running_loop().time() + self._mend_wait_s
 
     def _give_up(self, upto: int) -> None:
         first = self._tracker.expected
         if first < upto:
             self._tracker.skip_to(upto)
             self._sink.lost(first, upto - 1)
+            self._mend_soon()
 
     def _deliver(self, message: Message) -> None:
         try:
@@ -235,9 +323,11 @@ class KvSubscriber:
 
     def _restart(self, reason: str) -> None:
         self._tracker.restart()
+        self._mend_at = None
         self._sink.restarted(reason)
 
     def _ask(self, endpoint: str, first: int) -> AsyncGenerator[Message, None]:
+        self.counts.replays += 1
         return replay(self._context, endpoint, first, silence_s=self._replay_silence_s)
 
 
@@ -291,17 +381,24 @@ class _Line:
         self._bytes -= _cost(frames)
         return frames
 
-    async def something(self, quiet_s: float) -> bool:
-        """Returns when there is something to do, or, with False, when no message has come for `quiet_s`."""
+    @property
+    def now(self) -> float:
+        return self._time()
+
+    async def something(self, quiet_s: float, until: float | None) -> bool:
+        """Returns when there is something to do or it is `until`, or, with False, when no message has come for `quiet_s`."""
         began = self._time()
         while not self._woken.is_set():
             quiet_at = max(began, self._heard_at) + quiet_s
             try:
-                async with asyncio.timeout_at(quiet_at):
+                async with asyncio.timeout_at(quiet_at if until is None else min(quiet_at, until)):
                     await self._woken.wait()
             except TimeoutError:
-                if self._time() >= max(began, self._heard_at) + quiet_s:
+                now = self._time()
+                if now >= max(began, self._heard_at) + quiet_s:
                     return False
+                if until is not None and now >= until:
+                    return True
         self._woken.clear()
         return True
 

@@ -48,7 +48,7 @@ class Endpoint(msgspec.Struct, frozen=True, order=True):
 
 
 class KvSource(msgspec.Struct, frozen=True):
-    """Where one rank's KV events are read: ZMQ endpoints that already name a reachable host."""
+    """Where one rank's KV events (or load reports) are read: ZMQ endpoints that already name a reachable host."""
 
     rank: int
     events: str
@@ -107,8 +107,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
     tokenizer: str | None = None
     """Where tokenizer files are to be looked for: a folder or a hub name."""
     max_num_batched_tokens: int | None = None
+    chats_take_ids: bool = False
+    """Whether a chat may bring its prompt's token ids, and nothing is lost with them."""
+    texts_take_ids: bool = False
+    """The same of a completion."""
     load_path: str | None = None
     """Where the engine reports its load (see `engines.metrics`); None when it offers nothing of the kind."""
+    load_sources: tuple[KvSource, ...] = ()
+    """Where each rank pushes its load (see `engines.load_feed`); empty when the engine only answers when it is asked."""
     no_kv_events: str = ""
     """Why `kv_sources` is empty, in words."""
     boot: float | None = None

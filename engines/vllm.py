@@ -85,6 +85,16 @@ def pin_headers(info: EngineInfo, rank: int) -> dict[str, str]:
     return {"X-data-parallel-rank": str(info.ranks.index(rank))} if info.pins_rank else {}
 
 
+def chats_take_ids(version: str) -> bool:
+    """Whether a chat reads `kv_transfer_params.prompt_token_ids`: since 0.27. A version that is no number is not taken to.
+
+    >>> [chats_take_ids(version) for version in ("0.26.1", "0.27.0", "0.32.0+cpu", "1.0", "dev")]
+    [False, True, True, True, False]
+    """
+    numbers = [whole(part) for part in version.split(".")[:2]]
+    return len(numbers) == 2 and None not in numbers and numbers >= [0, 27]
+
+
 def weights_of(models: Sequence[Model]) -> str | None:
     """Where the base model's weights, and so its tokenizer, are."""
     return next((model.root for model in models if model.parent is None and model.root), None)

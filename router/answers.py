@@ -113,7 +113,7 @@ class Answers:
         exchange.respond(200, b'{"status":"ok"}')
 
     async def ready(self, exchange: Exchange) -> None:
-        """Which models have an engine. 503 when none has, or, with `?model=M`, when M has none."""
+        """Which models have an engine. 503 when none has, or, with `?model=M`, when M has none; and until the engines named are known."""
         wanted = parse_qs(exchange.query.decode("latin-1")).get("model")
         try:
             known = self.readiness() if self._group is None else await in_task(self._group.readiness())

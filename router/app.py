@@ -22,6 +22,7 @@ import aiohttp
 import msgspec
 import zmq.asyncio
 
+from discovery.access import Access, access_of
 from discovery.broker import Broker
 from discovery.bus import Bus, BusOptions
 from discovery.logs import event
@@ -34,6 +35,7 @@ from discovery.sharing import Sharing
 from router.admin import MAX_BODY_BYTES, Admin
 from router.admission import QueueLimits
 from router.answers import Answers
+from router.beginning import Beginning
 from router.caches import Caches
 from router.census import Census
 from router.chooser import Chooser
@@ -111,7 +113,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         broker = None if named else Broker()
         if broker is not None:
             stack.push_async_callback(broker.stop)
-        bus = Bus(BusOptions(echo=False))
+        bus = Bus(BusOptions(access=access_of(settings) if settings.nats else Access(), echo=False))
         await bus.connect(named or await _started(broker), name="commutator")
         stack.push_async_callback(bus.close)
         session = await stack.enter_async_context(_control_session())
@@ -154,10 +156,20 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         )
         gate = _gate(settings.admission, chooser, metrics, 1 if part is None else part.processes)
         proxy = Proxy(
-            intake, chooser, gate, membership.lines, metrics, whereabouts, suspect=monitor.suspect, clock=clock, resumes=settings.resume
+            intake,
+            chooser,
+            gate,
+            membership.lines,
+            metrics,
+            whereabouts,
+            suspect=monitor.suspect,
+            clock=clock,
+            resumes=settings.resume,
+            prompts=prompts if settings.forward_tokens else None,
         )
+        beginning = Beginning(monitor, fleet, clock=clock)
         group_of_all = None if part is None else part.group
-        answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: not server.stopping, group=group_of_all)
+        answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: beginning.over and not server.stopping, group=group_of_all)
         server = Server(
             _dispatch(proxy, answers),
             max_body_bytes=settings.max_body_bytes,
@@ -171,6 +183,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
                 caches=caches,
                 load=load,
                 mirror=mirror,
+                monitor=monitor,
                 relay=relay,
                 bus=bus,
                 server=server,

@@ -2,7 +2,7 @@
 
 Headers pass unless they belong to the connection, name a destination or a rank, or are the client's key where the engine has its own
 or where the router is who checks it. What tells the request's trace is written anew (`tracing`). The body passes as it is, with
-its length: a chunked one has been read whole.
+its length: a chunked one has been read whole. SGLang's `/generate` reads its rank there, so it gets one more field.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from engines.types import EngineInfo, EngineKind
 from router.exchange import ONE_WRITE_BYTES
 from router.pool import EnginePool
 from router.relay import HOP_BY_HOP
+from router.token_ids import with_field
 from router.tracing import TRACE_HEADERS
 from router.upstream import Timeouts
 
@@ -49,6 +50,8 @@ NOT_FORWARDED: Final = (
 """Set by the router if at all: clients choose neither engine nor rank."""
 NOT_FORWARDED_PREFIXES: Final = (b"x-override-", b"x-commutator-")
 KEYS: Final = frozenset({b"authorization", b"x-api-key"})
+GENERATE: Final = b"/generate"
+"""SGLang's own route, which takes a rank in its body."""
 USUAL_CONNECTION: Final = frozenset({b"keep-alive", b"close"})
 ASK_FOR_WEBSOCKET: Final = b"connection: Upgrade\r\nupgrade: websocket\r\n"
 
@@ -84,7 +87,7 @@ class EngineHead:
 class Line:
     """How requests reach one engine: its connections, its head, its way of naming a rank."""
 
-    __slots__ = ("_head", "_rank_headers", "pool")
+    __slots__ = ("_head", "_rank_fields", "_rank_headers", "pool")
 
     def __init__(self, info: EngineInfo, timeouts: Timeouts, *, pass_clients_key: bool = True) -> None:
         """`pass_clients_key`: clients' keys are for engines to check, unless an engine has a key of its own."""
@@ -97,6 +100,11 @@ class Line:
             rank: b"".join(f"{name}: {value}\r\n".encode("latin-1") for name, value in pin_headers(info, rank).items())
             for rank in info.ranks
         }
+        self._rank_fields = {
+            rank: b"".join(b'"%b":%d' % (name.encode(), value) for name, value in sglang.pin_fields(info, rank).items())
+            for rank in (info.ranks if info.kind is EngineKind.SGLANG else ())
+        }
+        """By rank, for `GENERATE`."""
 
     def request(self, exchange: Exchange, body: bytes, rank: int) -> list[bytes]:
         """A whole request, as the pieces to write."""
@@ -106,6 +114,8 @@ class Line:
             own += exchange.trace.lines
         if exchange.upgrade:
             return [self._head.build(b"GET %b%b" % (exchange.path, query), exchange.headers, ASK_FOR_WEBSOCKET + own)]
+        if exchange.path == GENERATE and (field := self._rank_fields.get(rank)):
+            body = with_field(body, field)
         own += b"content-length: %d\r\n" % len(body)
         head = self._head.build(b"POST %b%b" % (exchange.path, query), exchange.headers, own)
         return [head + body] if len(body) < ONE_WRITE_BYTES else [head, body]

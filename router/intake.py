@@ -15,6 +15,7 @@ from router.prompts.errors import NotRenderable, PromptRejected
 from router.routes import PromptForm, Route
 from router.scheduling.types import RoutingRequest
 from router.stored import Whereabouts
+from router.token_ids import Outcome, barrier
 
 MAX_QUOTED_CHARS: Final = 200
 """So much of what a client wrote is repeated to it."""
@@ -42,6 +43,8 @@ class Asked(msgspec.Struct):
     """Lower goes first, where requests have to wait."""
     made: dict[tuple[int, int], list[int]] = {}
     """Block keys already made, by identity of the ids and block size."""
+    ids_barrier: Outcome | None = None
+    """What in the request keeps its ids from being forwarded."""
     kept_at: str | None = None
     """The one engine that can answer, because it keeps the response that this request goes on from."""
 
@@ -95,7 +98,7 @@ class Intake:
         kept_at = await self._kept_at(parsed, members, headers) if route.path == stored.PATH else None
         request = RoutingRequest(model, count, "" if count else reason, session or parsed.session)
         root = root_seed(self._fleet.adapter(model), parsed.salt) if tokens else 0
-        return Asked(route, body, request, tokens, root, parsed.urgency, {}, kept_at)
+        return Asked(route, body, request, tokens, root, parsed.urgency, {}, barrier(route, parsed), kept_at)
 
     async def _kept_at(self, parsed: openai.ApiBody, members: list[Member], headers: Headers) -> str | None:
         response_id = parsed.goes_on_from

@@ -113,12 +113,12 @@ class Membership:
             pool.sweep(now)
         self._leaving = [pool for pool in self._leaving if pool.open]
 
-    def load(self, engine_id: str, load: dict[int, EngineLoad]) -> None:
-        """It has answered: it is alive, and this is what it carries."""
+    def load(self, engine_id: str, load: dict[int, EngineLoad], *, answered: bool = True) -> None:
+        """This is what it carries; and where it has answered, it is alive."""
         member = self._fleet.members.get(engine_id)
         if member is None:
             return
-        member.suspected = False
+        member.suspected = member.suspected and not answered
         told = [load[rank].asleep for rank in load if load[rank].asleep is not None]
         if told and any(told) != member.asleep:
             member.asleep = not member.asleep

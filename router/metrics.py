@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from discovery.readings import Reading, Readings
 from router.routes import INFERENCE
 from router.scheduling.types import Decision, Reason
 from router.tally import Count, Distribution
@@ -25,28 +26,6 @@ DURATION_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5
 
 ROUTES: Final = {path: route.path for path, route in INFERENCE.items()}
 REASONS: Final = {reason: reason.value for reason in Reason}
-
-Reading = tuple[str, str, tuple[str, ...], Sequence[tuple[tuple[str, ...], float]]]
-"""Name, help, label names, and (label values, value) pairs: one family read off a room. A name that ends in `_total` is a counter."""
-
-
-class _Readings(Collector):
-    def __init__(self, read: Callable[[], Iterable[Reading]]) -> None:
-        self._read = read
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        for name, text, labels, values in self._read():
-            family: CounterMetricFamily | GaugeMetricFamily
-            if name.endswith("_total"):
-                family = CounterMetricFamily(name, text, labels=labels)
-            else:
-                family = GaugeMetricFamily(name, text, labels=labels)
-            for label_values, value in values:
-                family.add_metric(label_values, value)
-            yield family
 
 
 class _Tallies(Collector):
@@ -73,6 +52,9 @@ class Metrics:
         self._resumes = Count(
             "router_resumes", "Streams whose engine failed, by what came of it, while streams may be resumed.", ("outcome",)
         )
+        self._token_ids = Count(
+            "router_token_ids", "Requests sent to engines while token ids may be forwarded, by whether they were.", ("outcome",)
+        )
         self._timeouts = Count("router_timeouts", "Engines that took too long, by what for.", ("stage",))
         self._timeouts.start(("connect",), ("response_head",), ("idle_stream",))
         self._admission_wait = Distribution(
@@ -91,7 +73,7 @@ class Metrics:
 
     def read_from(self, read: Callable[[], Iterable[Reading]]) -> None:
         """Add families whose values are read when the page is asked for."""
-        self.registry.register(_Readings(read))
+        self.registry.register(Readings(read))
 
     def decided(self, decision: Decision) -> None:
         """Count a decision that was acted on."""
@@ -116,6 +98,10 @@ class Metrics:
     def resumed(self, outcome: str) -> None:
         """Count a stream whose engine failed, by what came of it."""
         self._resumes.add((outcome,))
+
+    def sent_ids(self, outcome: str) -> None:
+        """Count a request sent to an engine, by what became of its ids."""
+        self._token_ids.add((outcome,))
 
     def first_token(self, seconds: float) -> None:
         """A streamed answer has begun."""

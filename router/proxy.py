@@ -23,6 +23,7 @@ from router.resumption import COMPLETED, Resumption
 from router.retry import Answered, Attempt, Next, Verdict, judge
 from router.routes import INFERENCE
 from router.scheduling.scheduler import NoCandidate, PolicyError
+from router.token_ids import Ids, Outcome, with_ids
 
 if TYPE_CHECKING:
     from router.chooser import Choice, Chooser
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from router.gate import Gate, Place
     from router.intake import Asked, Intake
     from router.metrics import Metrics
+    from router.prompts.book import PromptBook
     from router.upstream import ResponseHead
 
 CLIENT_LEFT: Final = 499
@@ -48,7 +50,7 @@ log = logging.getLogger(__name__)
 class Trip:
     """What there will be to say about a request at its end."""
 
-    __slots__ = ("asked", "choice", "failure", "first_token_at", "left", "relay", "resumption", "started", "tries")
+    __slots__ = ("asked", "choice", "failure", "first_token_at", "ids", "left", "relay", "resumption", "started", "tries")
 
     def __init__(self, started: float) -> None:
         self.started = started
@@ -60,6 +62,8 @@ class Trip:
         """Where streams may go on on another engine."""
         self.first_token_at: float | None = None
         self.tries = 0
+        self.ids: Outcome | None = None
+        """What became of the prompt's token ids in the last try, where they may be forwarded."""
         self.failure = ""
         self.left = False
 
@@ -113,8 +117,12 @@ class Proxy:
         suspect: Callable[[str], None],
         clock: Callable[[], float],
         resumes: int = 0,
+        prompts: PromptBook | None = None,
     ) -> None:
-        """`suspect` is told the id of an engine that failed to answer. `resumes`: how often a stream may go on on another one."""
+        """`suspect` is told the id of an engine that failed to answer. `resumes`: how often a stream may go on on another one.
+
+        `prompts`: how the token ids were made that engines are to be given; None: they make their own.
+        """
         self._intake = intake
         self._chooser = chooser
         self._gate = gate
@@ -124,6 +132,7 @@ class Proxy:
         self._suspect = suspect
         self._clock = clock
         self._resumes = resumes
+        self._prompts = prompts
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request, whatever happens, and say one line about it."""
@@ -200,6 +209,8 @@ class Proxy:
         line = self._lines.get(choice.endpoint.engine)
         if line is None:
             return Attempt(EngineUnreachable("the engine has just left"), repeats=repeats)
+        if self._prompts is not None:
+            body = self._with_ids(trip, choice, body, self._prompts)
         request = line.request(exchange, body, choice.endpoint.rank)
         connection = line.pool.take_idle() if repeats == 0 else None
         try:
@@ -232,6 +243,17 @@ class Proxy:
         if trip.resumption is not None:
             return trip.resumption.send(choice, exchange, explained, first_token)
         return Relay(exchange, explained, first_token), choice.asked.body
+
+    def _with_ids(self, trip: Trip, choice: Choice, body: bytes, prompts: PromptBook) -> bytes:
+        """The body with the prompt's ids in it, where they may be; which is counted either way."""
+        asked, info = choice.asked, choice.member.info
+        sent = Ids(body, asked.ids_barrier) if asked.ids_barrier is not None else None
+        if sent is None:
+            status = prompts.status(info.id)
+            sent = with_ids(body, asked.route.form, info, asked.tokens.get(info.id), checked=status is not None and status.checked)
+        trip.ids = sent.outcome
+        self._metrics.sent_ids(sent.outcome)
+        return sent.body
 
     def _further(self, trip: Trip, choice: Choice, attempt: Attempt, verdict: Verdict) -> Asked | None:
         """What to ask another engine after an answer has broken off, so that it goes on; None when it has ended here."""
@@ -307,6 +329,8 @@ class Proxy:
             fields["engine"], fields["rank"] = endpoint.engine, endpoint.rank
             fields["reason"], fields["overlap_tokens"] = REASONS[decision.reason], overlap_tokens
             fields["tries"] = trip.tries
+            if trip.ids is not None:
+                fields["token_ids"] = trip.ids.value
             if trip.resumption is not None and trip.resumption.outcome:
                 fields["resumes"], fields["resumption"] = trip.resumption.times, trip.resumption.outcome
                 self._metrics.resumed(trip.resumption.outcome)

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from discovery.readings import ENDPOINT, of_bus, of_relay
 from discovery.signal import SignalState
 from engines.types import Tier
 
 if TYPE_CHECKING:
     from discovery.bus import Bus
     from discovery.mirror import Mirror
+    from discovery.monitor import Monitor
     from discovery.peers import Peers
+    from discovery.readings import Reading
     from discovery.relay import Relay
     from engines.types import Endpoint
     from router.caches import Caches
     from router.fleet import Fleet
     from router.gate import Gate
     from router.load import LoadBook
-    from router.metrics import Reading
     from router.server import Server
-
-ENDPOINT = ("engine", "rank")
 
 
 class Readings:
@@ -34,6 +34,7 @@ class Readings:
         caches: Caches,
         load: LoadBook,
         mirror: Mirror,
+        monitor: Monitor,
         relay: Relay,
         bus: Bus,
         server: Server,
@@ -45,6 +46,7 @@ class Readings:
         self._caches = caches
         self._load = load
         self._mirror = mirror
+        self._monitor = monitor
         self._relay = relay
         self._bus = bus
         self._server = server
@@ -75,6 +77,12 @@ class Readings:
             rejection = member.rejection(now)
             states.append(((member.info.id, rejection.value if rejection else "serving" if member.serving else "joining"), 1.0))
         yield "router_engine_state", "1 for the state each engine is in.", ("engine", "state"), states
+        pushed = [
+            ((engine, outcome), float(count))
+            for engine, counts in self._monitor.load_reports().items()
+            for outcome, count in zip(("read", "malformed"), counts, strict=True)
+        ]
+        yield "router_load_reports_total", "Load reports that engines pushed.", ("engine", "outcome"), pushed
         models = [((model,), float(len(self._fleet.of_model(model)))) for model in self._fleet.model_ids]
         yield "router_model_engines", "Engines serving each model.", ("model",), models
 
@@ -112,26 +120,7 @@ class Readings:
         yield "router_admission_shed_total", "Requests not let in, by reason.", ("reason",), shed
 
     def _events(self) -> Iterator[Reading]:
-        feeds = {(endpoint.engine, str(endpoint.rank)): counts for endpoint, counts in self._relay.stats().items()}
-        for name, text, field in (
-            ("relay_batches_total", "KV event batches read from engines.", "batches"),
-            ("relay_blocks_stored_total", "Blocks stored, by KV events.", "stored"),
-            ("relay_blocks_removed_total", "Blocks removed, by KV events.", "removed"),
-            ("relay_restarts_total", "New lives of an engine's cache.", "restarts"),
-            ("relay_losses_total", "Times that batches could not be had again.", "losses"),
-            ("relay_lost_batches_total", "Batches that could not be had again.", "lost"),
-            ("relay_orphans_total", "Blocks stored under a parent not known.", "orphans"),
-            ("relay_blocks", "Blocks held, by KV events.", "blocks"),
-        ):
-            yield name, text, ENDPOINT, [(label, float(getattr(counts, field))) for label, counts in feeds.items()]
-        for name, text, field in (
-            ("relay_undecodable_total", "Event messages that could not be read, by kind.", "undecodable"),
-            ("relay_skipped_total", "Events tolerated and not used, by reason.", "skipped"),
-        ):
-            values = [
-                ((*label, str(kind)), float(count)) for label, counts in feeds.items() for kind, count in getattr(counts, field).items()
-            ]
-            yield name, text, (*ENDPOINT, "kind"), values
+        yield from of_relay(self._relay)
         copies = {(endpoint.engine, str(endpoint.rank)): counts for endpoint, counts in self._mirror.stats().items()}
         for name, text, field in (
             ("router_mirror_batches_total", "Batches applied to the index.", "batches"),
@@ -140,8 +129,8 @@ class Readings:
             ("router_mirror_snapshots_total", "Snapshots applied.", "snapshots"),
         ):
             yield name, text, ENDPOINT, [(label, float(getattr(counts, field))) for label, counts in copies.items()]
-        yield "router_peers", "Other routers heard of on the bus.", (), [((), float(0 if self._peers is None else len(self._peers)))]
-        yield "router_bus_connected", "Whether the event bus is connected.", (), [((), float(self._bus.connected))]
-        yield "router_bus_reconnects_total", "Times the bus was connected again.", (), [((), float(self._bus.counts.reconnects))]
-        dropped = self._bus.counts.unsent + self._bus.counts.overflowed
-        yield "router_bus_dropped_total", "Bus messages dropped; each is found and mended by a resync.", (), [((), float(dropped))]
+        resyncs = [((*label, why), float(count)) for label, counts in copies.items() for why, count in counts.resyncs.items()]
+        yield "router_mirror_resyncs_total", "Times that the copy of an engine was made anew, by reason.", (*ENDPOINT, "reason"), resyncs
+        others = float(0 if self._peers is None else len(self._peers))
+        yield "router_peers", "Other routers and relays heard of on the bus.", (), [((), others)]
+        yield from of_bus(self._bus, "router")

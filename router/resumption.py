@@ -20,6 +20,7 @@ from router.prompts.book import Tokens
 from router.relay import Relay
 from router.resume import Obstacle, Plan, decide
 from router.sse import Scanner
+from router.token_ids import Outcome
 from router.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -182,7 +183,8 @@ class Resumption:
 def _continued(choice: Choice, body: bytes, ids: list[int]) -> Asked:
     """The rest of a request, for engines of the same kind: they are asked by tokens, and looked through for these."""
     asked, kind = choice.asked, choice.member.info.kind
-    rest = msgspec.structs.replace(asked, route=msgspec.structs.replace(asked.route, engines=frozenset({kind})), body=body)
+    route = msgspec.structs.replace(asked.route, engines=frozenset({kind}))
+    rest = msgspec.structs.replace(asked, route=route, body=body, ids_barrier=Outcome.GIVEN)
     if ids and asked.tokens:
         rest.request = msgspec.structs.replace(asked.request, prompt_tokens=len(ids))
         rest.tokens = dict.fromkeys(asked.tokens, Tokens(ids, pack_tokens(ids), "local"))

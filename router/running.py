@@ -7,15 +7,20 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
+
+from discovery.lifetime import cancelled_at_exit, stopped_by_signals
 
 if TYPE_CHECKING:
     from router.files import Files
     from router.guards import Guards
     from router.server import Server
+
+
+__all__ = ["Listening", "cancelled_at_exit", "listen", "say_ready", "stopped_by_signals", "told_by_hangup", "url_of"]
 
 
 class Listening(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -30,25 +35,6 @@ def say_ready(listening: Listening) -> None:
     """The one line on standard output."""
     sys.stdout.write(msgspec.json.encode({"ready": True, **msgspec.to_builtins(listening)}).decode() + "\n")
     sys.stdout.flush()
-
-
-def stopped_by_signals(*numbers: signal.Signals) -> asyncio.Event:
-    """Set by SIGINT or SIGTERM. The first one stops in order; a second one ends at once: SIGINT cancels the task that asks for this."""
-    stop = asyncio.Event()
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    numbers = numbers or (signal.SIGINT, signal.SIGTERM)
-
-    def stop_once() -> None:
-        stop.set()
-        for number in numbers:
-            loop.remove_signal_handler(number)
-        if signal.SIGINT in numbers and task is not None:
-            # Python's own answer, an exception wherever it happens to be, is lost where that is a socket's callback.
-            loop.add_signal_handler(signal.SIGINT, task.cancel)
-
-    for number in numbers:
-        loop.add_signal_handler(number, stop_once)
-    return stop
 
 
 @contextlib.contextmanager
@@ -81,21 +67,6 @@ async def listen(server: Server, host: str, port: int, guards: Guards, *, shared
 def url_of(host: str, port: int, guards: Guards) -> str:
     """Where a client on this host reaches a listener."""
     return f"{'http' if guards.certificate.listener is None else 'https'}://{_shown(host)}:{port}"
-
-
-class _Leaving(Exception):
-    """Ends the task group from inside."""
-
-
-@contextlib.asynccontextmanager
-async def cancelled_at_exit() -> AsyncIterator[asyncio.TaskGroup]:
-    """The one task group of the process: leaving ends every task in it, and a task that fails ends the process."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-            raise _Leaving  # noqa: TRY301  the only way to end a task group from inside
-    except* _Leaving:
-        pass
 
 
 def _shown(host: str) -> str:

@@ -13,6 +13,18 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from discovery.access import (
+    NatsCa,
+    NatsCert,
+    NatsCreds,
+    NatsKey,
+    NatsNkey,
+    NatsPassword,
+    NatsToken,
+    NatsUrl,
+    NatsUser,
+    complaints,
+)
 from discovery.config import Complaint
 from discovery.logs import LogFormat, LogLevel
 from engines.types import EngineSpec
@@ -120,9 +132,15 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
     admin_host: Annotated[str, Meta(min_length=1, description="Address that the admin API listens on.")] = "127.0.0.1"
     admin_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the admin API; 0 takes a free one and prints it.")] = 8081
-    nats: Annotated[
-        str | None, Meta(description="NATS server to use, `nats://host:4222`. A private one is started when this is not given.")
-    ] = None
+    nats: NatsUrl = None
+    nats_user: NatsUser = None
+    nats_password: NatsPassword = None
+    nats_token: NatsToken = None
+    nats_creds: NatsCreds = None
+    nats_nkey: NatsNkey = None
+    nats_ca: NatsCa = None
+    nats_cert: NatsCert = None
+    nats_key: NatsKey = None
     namespace: Annotated[
         str,
         Meta(
@@ -163,6 +181,13 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "Its engines are then asked for token ids, which costs time for each piece.",
         ),
     ] = 0
+    forward_tokens: Annotated[
+        bool,
+        Meta(
+            description="Give engines the token ids of a prompt, where they were made here and agree with the engine's own, so that it need not "
+            "render and tokenize it again."
+        ),
+    ] = False
     client_stall_timeout_s: Annotated[Seconds, Meta(description="Longest time a client may take nothing of its answer.")] = 300.0
     max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body; larger ones are answered 413.")] = 64 << 20
     grace_period_s: Annotated[Weight, Meta(description="How long requests in flight may go on after SIGTERM or Ctrl-C.")] = 30.0
@@ -181,8 +206,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for url, count in Counter(spec.url for spec in self.engine).items():
             if count > 1:
                 yield Complaint("engine", f"{url} is named {count} times")
-        if self.nats is not None and not self.nats.startswith(("nats://", "tls://", "ws://", "wss://")):
-            yield Complaint("nats", f"{self.nats!r} must begin with nats://, tls://, ws:// or wss://")
+        yield from complaints(self, given)
         if self.processes > 1 and not SHARES_PORTS:
             yield Complaint("processes", "more than one needs Linux, which alone spreads connections over processes that share a port")
         try:
@@ -216,7 +240,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield Complaint(key, "has no effect without admin_token or admin_token_file: there is no admin API then")
             elif key == "tls_key" and self.tls_cert is None:
                 yield Complaint(key, "has no effect without tls_cert")
-            elif key in ("predicted_ttl_s", "tokenizer") and self.policy in CACHE_BLIND:
+            elif key in ("predicted_ttl_s", "tokenizer", "forward_tokens") and self.policy in CACHE_BLIND:
                 yield Complaint(key, f"has no effect with policy {self.policy!r}, which does not look at the cache")
             elif key == "session_header" and self.policy in CACHE_BLIND - {"session"} | {"kv"}:
                 yield Complaint(key, f"has no effect with policy {self.policy!r}; 'session' and policies of your own read it")

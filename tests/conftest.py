@@ -13,13 +13,13 @@ from pytest_asyncio.plugin import LoopFactory
 from discovery import logs
 from tests.engines.fixtures import (  # noqa: F401  for all below
     arrange,
+    engines,
     launched,
     one_pair,
     real_mooncake_pair,
     real_nixl_pair,
     real_sglang,
     real_sglang_pd_pair,
-    real_silent_vllm,
     real_vllm,
     real_vllm_pair,
 )

@@ -147,6 +147,8 @@ class About:
             "dp_size": 1,
             "replay_endpoint_port_base": self._parts.publisher.replay_port,
         }
+        if settings.load_feed:
+            feed |= {"load_endpoint_port_base": self._parts.loads.port, "load_topic": "load"}
         return web.json_response(
             {
                 "model_path": self._parts.text.folder,

@@ -19,6 +19,7 @@ from engines.simulator.connectors import exchange_of
 from engines.simulator.core import Core
 from engines.simulator.faults import Faults
 from engines.simulator.hashes import BlockNamer
+from engines.simulator.load_feed import LoadPublisher, report
 from engines.simulator.parts import History, Parts, Recorded
 from engines.simulator.publisher import Publisher
 from engines.simulator.scheduler import Counters, Limits, Scheduler
@@ -39,6 +40,8 @@ class SimulatedEngine:
         self.settings = settings
         self._history = History(record)
         self._publisher = Publisher(settings.host, settings.kv_topic, settings.kv_replay_batches)
+        self.loads = LoadPublisher(settings.host)
+        """Its load feed, silent unless the settings say otherwise."""
         self.faults = Faults(lambda: self._publisher)
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
@@ -193,12 +196,16 @@ class SimulatedEngine:
         )
         namer = BlockNamer(settings.kind, settings.block_size, settings.hash_seed)
         self._core = Core(scheduler, namer, self._publish)
+        if settings.load_feed:
+            self.loads.start()
+            self._tasks.append(self._group.create_task(self.loads.run(lambda: report(scheduler, settings.max_num_seqs))))
         if (hand_over := exchange_of(settings)) is not None:
             self._exchange = self._core.exchange = hand_over(Host(settings, self._core, self._group.create_task, self._end))
             await self._exchange.start(self._kv_transfer_port)
             self._kv_transfer_port = self._exchange.port
+        started = _wall_clock_s()
         parts = Parts(
-            settings, model, self._core, self._exchange, self._publisher, self.faults, self._history, _wall_clock_s, _wall_clock_s()
+            settings, model, self._core, self._exchange, self._publisher, self.loads, self.faults, self._history, _wall_clock_s, started
         )
         self._server = EngineServer(parts)
         if settings.kv_events:
@@ -233,6 +240,7 @@ class SimulatedEngine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._publisher.stop()
+        self.loads.stop()
         self._tasks, self._server, self._runner, self._exchange = [], None, None, None
 
     def _publish(self, changes: list[Change]) -> None:

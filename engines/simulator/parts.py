@@ -9,6 +9,7 @@ import msgspec
 
 from engines.simulator.core import Core
 from engines.simulator.faults import Faults
+from engines.simulator.load_feed import LoadPublisher
 from engines.simulator.publisher import Publisher
 from engines.simulator.settings import SimulateSettings
 from engines.simulator.text import ModelText
@@ -57,6 +58,7 @@ class Parts(msgspec.Struct, frozen=True):
     exchange: KvExchange | None
     """Hands KV over; None in an engine that takes whole requests."""
     publisher: Publisher
+    loads: LoadPublisher
     faults: Faults
     history: History
     clock: Callable[[], float]

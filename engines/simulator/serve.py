@@ -55,6 +55,8 @@ def _check(settings: SimulateSettings) -> None:
     if idle := sorted(_without_effect(settings)):
         what = "role" if settings.role is Role.AGGREGATED else "kind vllm"
         raise CannotSimulate(f"{', '.join(idle)} would have no effect without {what}")
+    if settings.load_feed and (settings.kind is not EngineKind.SGLANG or not settings.kv_events):
+        raise CannotSimulate("load_feed is for kind sglang with kv_events: only SGLang pushes its load, and says where among its KV events")
     if not settings.model_names:
         raise CannotSimulate("served_model_name must name at least one model")
 

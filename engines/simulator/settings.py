@@ -56,6 +56,7 @@ class SimulateSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     kv_events: Annotated[bool, Meta(description="Publish KV cache events.")] = True
     kv_topic: Annotated[str, Meta(description="Topic frame of the KV events.")] = ""
     kv_replay_batches: Annotated[int, Meta(ge=1, description="Batches of KV events kept for replay.")] = 10_000
+    load_feed: Annotated[bool, Meta(description="Push load reports, as SGLang does when told to; vLLM cannot.")] = False
     prompt_tokens_details: Annotated[bool, Meta(description="Report cached tokens in usage, as vLLM does when told to.")] = True
     require_key: Annotated[str, Meta(description="Bearer token wanted on every path; empty asks for none.", extra={"secret": True})] = ""
     seed: Annotated[int, Meta(ge=0, description="Seed of the generated text; equal seeds and prompts give equal text.")] = 0

@@ -105,7 +105,8 @@ class ModelText(msgspec.Struct, frozen=True):
                 messages[-1]["role"] = "user"
         if not self.knows_developer and kind is EngineKind.VLLM:
             messages = _systems_first(messages)
-        tools, arguments = _tools(request.get("tools")), _template_arguments(request)
+        tools = _tools(request.get("tools")) if kind is EngineKind.VLLM else _sglang_tools(request.get("tools"), request.get("tool_choice"))
+        arguments = _template_arguments(request)
         text = self.template.render(messages=messages, tools=tools, add_generation_prompt=opened, **arguments)
         if kind is EngineKind.VLLM and continued:
             text = _cut_after(text, messages[-1]["content"])
@@ -209,6 +210,19 @@ def _tools(tools: object) -> list[dict[str, Any]] | None:
         }
         for tool in tools
     ]
+
+
+def _sglang_tools(tools: object, choice: object) -> list[dict[str, Any]] | None:
+    """Tools as SGLang dumps them: the client's keys in its order, absent ones as null behind; none at all when none may be called."""
+    if not isinstance(tools, list) or not tools or choice == "none":
+        return None
+    return [_sglang_tool(tool, tool.get("function") or {}) for tool in tools]
+
+
+def _sglang_tool(tool: Mapping[str, Any], function: Mapping[str, Any]) -> dict[str, Any]:
+    known = {name: function.get(name) for name in ("description", "name", "parameters")}
+    told = {name: known[name] for name in (*function, *known) if name in known}
+    return {"type": tool.get("type", "function"), "function": told, "defer_loading": None}
 
 
 def _systems_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

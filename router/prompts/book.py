@@ -68,6 +68,8 @@ class TokenizerStatus(msgspec.Struct, frozen=True):
 
     chat_local: bool
     text_local: bool
+    checked: bool
+    """Whether the ids made here were compared with the engine's."""
     line: str
     """For the log and the fleet page: `fastokens, parity ok (16 prompts)`."""
 
@@ -119,7 +121,7 @@ class PromptBook:
         Never raises for what an engine did, or for want of files. Takes seconds for a large tokenizer that is not loaded yet.
         """
         asker = Asker(post, _model_of(info), timeout_s=self._ask_timeout_s)
-        best, problems = _Entry(info, asker, None, TokenizerStatus(chat_local=False, text_local=False, line="")), []
+        best, problems = _Entry(info, asker, None, TokenizerStatus(chat_local=False, text_local=False, checked=False, line="")), []
         for where in self._places(info):
             try:
                 encoder = await self._load(where, info)
@@ -134,7 +136,7 @@ class PromptBook:
         if best.encoder is None:
             why = "; ".join(problems) or "the engine does not say where its tokenizer is; name it with --tokenizer"
             line = f"engine's own {asking.PATH}: {why}"
-            best = _Entry(info, asker, None, TokenizerStatus(chat_local=False, text_local=False, line=line))
+            best = _Entry(info, asker, None, TokenizerStatus(chat_local=False, text_local=False, checked=False, line=line))
         self._entries[info.id] = best
         return best.status
 
@@ -266,4 +268,4 @@ def _status(encoder: PromptEncoder, report: parity.ParityReport) -> TokenizerSta
         line = f"texts: {with_}, {checked}; chats: {instead}: {chat}"
     else:
         line = f"{with_}, {checked}"
-    return TokenizerStatus(chat_local=not chat and not report.text, text_local=not report.text, line=line)
+    return TokenizerStatus(chat_local=not chat and not report.text, text_local=not report.text, checked=not report.unchecked, line=line)

@@ -28,7 +28,7 @@ async def simulated_vllm() -> AsyncIterator[SimulatedEngine]:
 
 @pytest.fixture
 async def simulated_sglang() -> AsyncIterator[SimulatedEngine]:
-    async with SimulatedEngine(SimulateSettings(port=0, kind=EngineKind.SGLANG, kv_topic="kv-events")) as engine:
+    async with SimulatedEngine(SimulateSettings(port=0, kind=EngineKind.SGLANG, kv_topic="kv-events", load_feed=True)) as engine:
         yield engine
 
 

@@ -65,6 +65,8 @@ AT_ONCE = ways("mooncake", "sglang")
 
 @pytest.fixture
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, PairedEngines]]:
+    if request.param == "real_sglang_pd_pair":
+        request.getfixturevalue("launched").launch(["real_sglang"])  # see `alone`: on its way while the pair starts
     if request.param.startswith("real_"):
         real: Pair = request.getfixturevalue(request.param)
         yield real.kind.name, real
@@ -533,12 +535,12 @@ async def test_two_requests_in_one_room_and_two_samples_of_one_prompt_are_not_bo
 @SGLANG
 @pytest.mark.ends_engines
 async def test_a_prefill_engine_that_is_not_there_or_goes_away_is_a_500_or_the_streams_last_event(hands: Hands) -> None:
-    _, lost = await hands.told()
-    nowhere = lost | {"bootstrap_port": 9}
+    rooms = [(await hands.told())[1] for _ in range(3)]
+    nowhere = [room | {"bootstrap_port": 9} for room in rooms[:2]]
     async with asyncio.TaskGroup() as asked:
-        whole = asked.create_task(hands.decode.complete(hands.decode.ids(1), **nowhere))
-        streamed = asked.create_task(hands.decode.complete(hands.decode.ids(1), stream=True, **(nowhere | {"bootstrap_room": 1})))
-        waiting = asked.create_task(hands.decode.complete(hands.decode.ids(1), **lost))
+        whole = asked.create_task(hands.decode.complete(hands.decode.ids(1), **nowhere[0]))
+        streamed = asked.create_task(hands.decode.complete(hands.decode.ids(1), stream=True, **nowhere[1]))
+        waiting = asked.create_task(hands.decode.complete(hands.decode.ids(1), **rooms[2]))
         await hands.legs(hands.decode.ids(1))
         await hands.kill_prefill()
     assert whole.result().status == waiting.result().status == 500

@@ -1,4 +1,4 @@
-"""Two real engines, each with KV room for about 7 of 12 long prefixes: which policy lets them hold all 12 between them?
+"""Two real engines of either kind, or one of each, with KV room for about 7 of 12 long prefixes each: which policy lets them hold all 12 between them?
 
 Each prefix is sent once, then 60 repeats follow in a mixed order, each with a question of its own. A repeat is a hit when the engine that
 got it says, by its own counters, that it found the prefix in its cache.
@@ -28,8 +28,14 @@ pytestmark = pytest.mark.real_engine
 
 REPEATS = 60
 WANTED_HITS = 58
-POLICIES = ["kv", "round-robin", "random"]
-APIS = ["chat", "completions"]
+RUNS = [
+    *(("real_vllm_pair", api, policy) for policy in ("kv", "round-robin", "random") for api in ("chat", "completions")),
+    *(("real_sglang_pair", api, "kv") for api in ("chat", "completions")),
+    ("real_sglang_pair", "chat", "round-robin"),
+    ("real_mixed_pair", "chat", "kv"),
+    ("real_mixed_pair", "chat", "round-robin"),
+]
+"""Fleet, API, policy."""
 HIT = 0.9
 """Part of the prefix that has to be found: all of its whole blocks are, or next to none."""
 
@@ -37,6 +43,7 @@ HIT = 0.9
 class Outcome(msgspec.Struct):
     """One policy's run."""
 
+    fleet: str
     api: str
     policy: str
     hits: int
@@ -49,7 +56,7 @@ class Outcome(msgspec.Struct):
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[tuple[str, str], Outcome]:
+def outcomes() -> dict[tuple[str, str, str], Outcome]:
     """What was measured; written down by the last test of the module."""
     return {}
 
@@ -100,6 +107,7 @@ async def run(router: Served, engines: Sequence[RealEngine], name: str, api: str
         to[answer.engine] += 1
     cached = before - filled
     return Outcome(
+        fleet=" + ".join(engine.kind for engine in engines),
         api=api,
         policy=policy,
         hits=hits,
@@ -110,16 +118,20 @@ async def run(router: Served, engines: Sequence[RealEngine], name: str, api: str
     )
 
 
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("engines", "api", "policy"), RUNS, indirect=["engines"])
 async def test_the_twelve_prefixes(
-    real_vllm_pair: Sequence[RealEngine], tmp_path: Path, outcomes: dict[tuple[str, str], Outcome], policy: str, api: str
+    request: pytest.FixtureRequest,
+    engines: Sequence[RealEngine],
+    tmp_path: Path,
+    outcomes: dict[tuple[str, str, str], Outcome],
+    api: str,
+    policy: str,
 ) -> None:
-    blocks_of_one = prefixes.blocks_for(1, real_vllm_pair[0].block_size)
-    assert all(6 < engine.blocks / blocks_of_one < 8 for engine in real_vllm_pair)
-    async with serve(real_vllm_pair, tmp_path / "router.log", "--policy", policy) as router:
-        outcome = await run(router, real_vllm_pair, f"{policy} {api}", api, policy)
-    outcomes[api, policy] = outcome
+    assert all(6 < engine.blocks / prefixes.blocks_for(1, engine.block_size) < 8 for engine in engines)
+    fleet = request.node.callspec.params["engines"]
+    async with serve(engines, tmp_path / "router.log", "--policy", policy) as router:
+        outcome = await run(router, engines, f"{policy} {api} {fleet}", api, policy)
+    outcomes[fleet, api, policy] = outcome
     assert outcome.repeats_by_engine[0] + outcome.repeats_by_engine[1] == REPEATS
     if policy == "kv":
         assert outcome.hits >= WANTED_HITS, outcome
@@ -128,14 +140,14 @@ async def test_the_twelve_prefixes(
         assert min(outcome.prefixes_by_engine) >= PREFIXES // 3, outcome
 
 
-async def test_no_policy_that_is_blind_to_the_cache_comes_near(outcomes: dict[tuple[str, str], Outcome]) -> None:
-    if len(outcomes) < len(POLICIES) * len(APIS):
+async def test_no_policy_that_is_blind_to_the_cache_comes_near(outcomes: dict[tuple[str, str, str], Outcome]) -> None:
+    if len(outcomes) < len(RUNS):
         pytest.skip("needs the runs above")
     if folder := os.environ.get("E2E_REPORTS"):
         write(Path(folder), list(outcomes.values()))
-    for api in APIS:
-        for policy in ("round-robin", "random"):
-            assert outcomes[api, policy].hits < outcomes[api, "kv"].hits - REPEATS // 4, outcomes
+    for fleet, api, policy in RUNS:
+        if policy != "kv":
+            assert outcomes[fleet, api, policy].hits < outcomes[fleet, api, "kv"].hits - REPEATS // 4, outcomes
 
 
 def write(folder: Path, outcomes: Sequence[Outcome]) -> None:
@@ -143,10 +155,10 @@ def write(folder: Path, outcomes: Sequence[Outcome]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "twelve-prefixes.json").write_text(json.dumps(msgspec.to_builtins(list(outcomes)), indent=1) + "\n")
     rows = [
-        "| API | policy | hits of 60 | prompt tokens cached | repeats per engine | prefixes held at the end | ms a repeat |",
-        "| --- | --- | --: | --: | --- | --- | --: |",
+        "| engines | API | policy | hits of 60 | prompt tokens cached | repeats per engine | prefixes held at the end | ms a repeat |",
+        "| --- | --- | --- | --: | --: | --- | --- | --: |",
     ]
     for o in outcomes:
         both = [" + ".join(map(str, pair)) if pair else "–" for pair in (o.repeats_by_engine, o.prefixes_by_engine)]
-        rows.append(f"| {o.api} | `{o.policy}` | {o.hits} | {o.cached_part:.0%} | {both[0]} | {both[1]} | {o.ms_per_repeat} |")
+        rows.append(f"| {o.fleet} | {o.api} | `{o.policy}` | {o.hits} | {o.cached_part:.0%} | {both[0]} | {both[1]} | {o.ms_per_repeat} |")
     (folder / "twelve-prefixes.md").write_text("\n".join(rows) + "\n")

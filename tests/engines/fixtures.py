@@ -17,7 +17,7 @@ import pytest
 from tests.engines import pairs, prefixes, programs
 from tests.engines.launch import RealEngine
 from tests.engines.pairs import Pair
-from tests.engines.programs import SGLANG, VLLM, Program
+from tests.engines.programs import SGLANG, VLLM, Program, Setup
 
 TIMEOUT_S = 900
 """The first test that asks for an engine waits for its start, and on a fresh machine for its environment."""
@@ -32,60 +32,72 @@ def arrange(items: list[pytest.Item]) -> None:
     for item in real:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
-    kinds = list(_PAIRS)
+    kinds = list(_HANDING)
 
     def order(item: pytest.Item) -> tuple[bool, int, bool]:
-        pair = max((kinds.index(name) for name in _named(item) if name in _PAIRS), default=-1)
+        pair = max((kinds.index(name) for name in _named(item) if name in _HANDING), default=-1)
         return item in real, pair, item.get_closest_marker("ends_engines") is not None
 
     items.sort(key=order)
 
 
-def _small_vllm() -> Program:
+def _small(setup: Setup) -> Setup:
     """Room for about 7 of the 12 prefixes. With bfloat16, what is computed beside a sequence rounds some of its tokens to others."""
-    blocks = prefixes.blocks_for(prefixes.ROOM, VLLM.block_size)
-    return programs.vllm(VLLM._replace(blocks=blocks, arguments=("--dtype", "float32")))
+    blocks = prefixes.blocks_for(prefixes.ROOM, setup.block_size)
+    return setup._replace(blocks=blocks, arguments=("--dtype", "float32"))
 
 
-_MAKERS: dict[str, tuple[Callable[[], Program], ...]] = {
-    "real_vllm": (_small_vllm,),
-    "real_vllm_pair": (_small_vllm, _small_vllm),
-    "real_silent_vllm": (lambda: programs.vllm(VLLM._replace(kv_events=False)),),
-    "real_sglang": (lambda: programs.sglang(SGLANG),),
+_ENGINES: dict[str, Callable[[], Program]] = {
+    "vllm": lambda: programs.vllm(_small(VLLM)),
+    "second vllm": lambda: programs.vllm(_small(VLLM)),
+    "silent vllm": lambda: programs.vllm(VLLM._replace(kv_events=False)),
+    "sglang": lambda: programs.sglang(_small(SGLANG)),
+    "second sglang": lambda: programs.sglang(_small(SGLANG)),
+    "silent sglang": lambda: programs.sglang(SGLANG._replace(kv_events=False)),
 }
-_WITHIN = {"real_vllm": "real_vllm_pair"}
-"""Where both are wanted, the one is part of the other."""
-_PAIRS = {"real_nixl_pair": pairs.NIXL, "real_mooncake_pair": pairs.MOONCAKE, "real_sglang_pd_pair": pairs.SGLANG_TCP}
+FLEETS = {
+    "real_vllm": ("vllm",),
+    "real_sglang": ("sglang",),
+    "real_vllm_pair": ("vllm", "second vllm"),
+    "real_sglang_pair": ("sglang", "second sglang"),
+    "real_mixed_pair": ("vllm", "sglang"),
+    "half_silent_vllm": ("vllm", "silent vllm"),
+    "half_silent_sglang": ("sglang", "silent sglang"),
+    "half_silent_mixed": ("sglang", "silent vllm"),
+}
+"""The engines of each fixture; `engines` gives those of the one that its parameter names."""
+PAIRS = ["real_vllm_pair", "real_sglang_pair", "real_mixed_pair"]
+HALF_SILENT = ["half_silent_vllm", "half_silent_sglang", "half_silent_mixed"]
+"""The second one publishes nothing."""
+_HANDING = {"real_nixl_pair": pairs.NIXL, "real_mooncake_pair": pairs.MOONCAKE, "real_sglang_pd_pair": pairs.SGLANG_TCP}
 
 
 class Shared:
-    """The engines of one test run, by the fixture that gives them."""
+    """The engines of one test run, by name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._groups: dict[str, Sequence[RealEngine]] = {}
+        self._engines: dict[str, RealEngine] = {}
 
-    def launch(self, names: Collection[str]) -> None:
+    def launch(self, fleets: Collection[str]) -> None:
         """Set those that are not there yet on their way, all at once."""
-        for name in sorted(names, key=list(_MAKERS).index, reverse=True):  # a whole comes before its part
-            if name in self._groups:
-                continue
-            if (whole := _WITHIN.get(name)) in self._groups:
-                self._groups[name] = self._groups[whole]
-                continue
-            self._groups[name] = [RealEngine(make(), self._folder) for make in _MAKERS[name]]
-            for engine in self._groups[name]:
-                engine.launch()
+        for name in dict.fromkeys(name for fleet in fleets for name in FLEETS[fleet]):
+            if name not in self._engines:
+                self._engines[name] = RealEngine(_ENGINES[name](), self._folder)
+                self._engines[name].launch()
 
-    def ready(self, name: str) -> Sequence[RealEngine]:
+    def ready(self, fleet: str) -> Sequence[RealEngine]:
         """Those of one fixture, serving."""
-        self.launch([name])
-        for engine in self._groups[name]:
+        self.launch([fleet])
+        engines = [self._engines[name] for name in FLEETS[fleet]]
+        for engine in engines:
             engine.wait_ready()
-        return self._groups[name]
+        return engines
 
     def close(self) -> None:
-        for engine in {engine for group in self._groups.values() for engine in group}:
+        for engine in self._engines.values():
+            engine.terminate()
+        for engine in self._engines.values():
             engine.close()
 
 
@@ -103,7 +115,7 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def _wanted(items: Sequence[pytest.Item]) -> set[str]:
     """Fixtures of engines that any of the tests names."""
     named = set[str]().union(*map(_named, items))
-    return {name for name in _MAKERS if name in named}
+    return {name for name in FLEETS if name in named}
 
 
 def _named(item: pytest.Item) -> set[str]:
@@ -127,15 +139,15 @@ def real_vllm(launched: Shared) -> RealEngine:
 
 
 @pytest.fixture(scope="session")
-def real_silent_vllm(launched: Shared) -> RealEngine:
-    """A vLLM engine that was started without KV events."""
-    return launched.ready("real_silent_vllm")[0]
-
-
-@pytest.fixture(scope="session")
 def real_sglang(launched: Shared) -> RealEngine:
-    """One SGLang engine."""
+    """One SGLang engine, with as much room."""
     return launched.ready("real_sglang")[0]
+
+
+@pytest.fixture
+def engines(launched: Shared, request: pytest.FixtureRequest) -> Sequence[RealEngine]:
+    """The fleet that the parameter names: `@pytest.mark.parametrize("engines", PAIRS, indirect=True)`."""
+    return launched.ready(request.param)
 
 
 class OnePair:
@@ -169,16 +181,16 @@ def one_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnePair]:
 @pytest.fixture
 def real_nixl_pair(one_pair: OnePair) -> Pair:
     """Two vLLM engines: the decode engine pulls KV by NIXL."""
-    return one_pair.ready(_PAIRS["real_nixl_pair"])
+    return one_pair.ready(_HANDING["real_nixl_pair"])
 
 
 @pytest.fixture
 def real_mooncake_pair(one_pair: OnePair) -> Pair:
     """Two vLLM engines: the prefill engine pushes KV by Mooncake."""
-    return one_pair.ready(_PAIRS["real_mooncake_pair"])
+    return one_pair.ready(_HANDING["real_mooncake_pair"])
 
 
 @pytest.fixture
 def real_sglang_pd_pair(one_pair: OnePair) -> Pair:
     """Two SGLang engines: the prefill engine pushes KV by Mooncake's engine, over TCP."""
-    return one_pair.ready(_PAIRS["real_sglang_pd_pair"])
+    return one_pair.ready(_HANDING["real_sglang_pd_pair"])

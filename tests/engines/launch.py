@@ -11,6 +11,7 @@ engine, which sets SO_REUSEADDR as we do, can listen on it. So nothing can take 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -52,8 +53,9 @@ class RealEngine:
 
     def __init__(self, program: Program, folder: Path) -> None:
         self.program = program
-        self._held = [_hold_port() for _ in Ports._fields]
-        self._ports = Ports(*(held.getsockname()[1] for held in self._held))
+        ranges = [_hold_ports(program.setup.ranks) for _ in Ports._fields]
+        self._held = [held for range_ in ranges for held in range_]
+        self._ports = Ports(*(range_[0].getsockname()[1] for range_ in ranges))
         self.log = folder / f"{program.kind}-{self._ports.http}.log"
         self._process: subprocess.Popen[bytes] | None = None
         # one client for all: making one reads the certificates of the world, which takes 50 ms of CPU
@@ -113,12 +115,17 @@ class RealEngine:
         self.wait_ready()
         return self
 
+    def terminate(self) -> None:
+        """Ask it to end; `stop` follows. Several engines asked together end together."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
     def stop(self) -> None:
         """End it as an operator would: SIGTERM, and SIGKILL for what is left."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_GRACE_S)
         self.kill()
@@ -185,6 +192,10 @@ class RealEngine:
             return 0.0
         return sum(map(_proportional_kb, self._members())) / 1024
 
+    def cpu_s(self) -> float:
+        """CPU time that the process tree has had, of those processes that live."""
+        return sum(map(_cpu_s, self._members())) if self._process is not None else 0.0
+
     def log_tail(self, lines: int = 60) -> str:
         """The end of what the engine wrote."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -223,10 +234,30 @@ def together(engines: Sequence[RealEngine]) -> Iterator[Sequence[RealEngine]]:
             engine.close()
 
 
-def _hold_port() -> socket.socket:
+def _hold_ports(count: int) -> list[socket.socket]:
+    """So many ports in a row: where the next one is somebody's, it is tried from another first one."""
+    while True:
+        held: list[socket.socket] = []
+        try:
+            for _ in range(count):
+                held.append(_hold_port(held[-1].getsockname()[1] + 1 if held else 0))
+        except OSError as error:
+            for one in held:
+                one.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return held
+
+
+def _hold_port(port: int) -> socket.socket:
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("0.0.0.0", 0))
+    try:
+        held.bind(("0.0.0.0", port))
+    except OSError:
+        held.close()
+        raise
     return held
 
 
@@ -237,6 +268,14 @@ def _group_of(stat: Path) -> int | None:
     except OSError:
         return None
     return None if state == "Z" else int(group)
+
+
+def _cpu_s(process: Path) -> float:
+    try:
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _proportional_kb(process: Path) -> int:

@@ -61,6 +61,8 @@ class Pair:
     def close(self) -> None:
         """Stop both and give their ports back."""
         for engine in self.engines:
+            engine.terminate()
+        for engine in self.engines:
             engine.close()
 
     def __enter__(self) -> Self:
@@ -142,7 +144,7 @@ def _with_variables(program: Program, variables: Callable[[Ports], dict[str, str
 
 def _sglang(*arguments: str, told: Callable[[Ports], Sequence[str]] = lambda _: ()) -> Program:
     transfer = ("--disaggregation-transfer-backend", "mooncake_tcp", *arguments)
-    program = programs.sglang(SGLANG._replace(arguments=transfer))
+    program = programs.sglang(SGLANG._replace(arguments=("--dtype", "float32", *transfer)))
     return program._replace(command=lambda setup, ports: [*program.command(setup, ports), *told(ports)])
 
 

@@ -35,7 +35,7 @@ class Ask(NamedTuple):
 
 def prefix(name: str, number: int) -> str:
     """About 1,500 words that no other (name, number) begins with."""
-    return f"{name} {number}: " + " ".join(random.Random(f"{name}/{number}").choices(_WORDS, k=WORDS_PER_PREFIX))
+    return f"{number} {name}: " + " ".join(random.Random(f"{name}/{number}").choices(_WORDS, k=WORDS_PER_PREFIX))
 
 
 def tokens_of(text: str) -> int:

@@ -24,6 +24,10 @@ class Setup(NamedTuple):
     block_size: int = 32
     max_model_len: int = 8192
     kv_events: bool = True
+    ranks: int = 1
+    """Data-parallel ranks. Rank r publishes at the engine's port + r."""
+    dp_attention: bool = False
+    """SGLang's other way to have ranks: one model, its attention computed by ranks with a cache of their own."""
     arguments: tuple[str, ...] = ()
     """More command line, at its end."""
 
@@ -36,7 +40,9 @@ class Ports(NamedTuple):
 
     http: int
     events: int
+    """Rank 0's; those of the other ranks follow. So with the next two."""
     replay: int
+    load: int
     transfer: int
     """Where a prefill engine tells decode engines how to fetch KV."""
 
@@ -80,6 +86,7 @@ def vllm(setup: Setup = VLLM) -> Program:
             # else a request with tools is refused, unless it forbids to call them
             "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
             *(("--kv-events-config", json.dumps(events)) if setup.kv_events else ()),
+            *(("--data-parallel-size", str(setup.ranks)) if setup.ranks > 1 else ()),
             *setup.arguments,
         ]  # fmt: skip
 
@@ -131,7 +138,13 @@ def sglang(setup: Setup = SGLANG) -> Program:
             "--random-seed", "7", "--enable-metrics", "--enable-cache-report",
             # else its scheduler spins on a core of its own while there is nothing to do
             "--sleep-on-idle",
-            *(("--kv-events-config", json.dumps(events)) if setup.kv_events else ()),
+            *(
+                ("--kv-events-config", json.dumps(events), "--load-publish-endpoint", f"tcp://*:{ports.load}")
+                if setup.kv_events
+                else ()
+            ),
+            *(("--dp-size", str(setup.ranks)) if setup.ranks > 1 else ()),
+            *(("--tp-size", str(setup.ranks), "--enable-dp-attention") if setup.dp_attention else ()),
             *setup.arguments,
         ]  # fmt: skip
 
@@ -145,6 +158,8 @@ def sglang(setup: Setup = SGLANG) -> Program:
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            # else it looks for as many NUMA nodes as it has ranks
+            **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(setup.ranks)))} if setup.ranks > 1 else {}),
         },
         ready_path="/ready",
         hits="sglang:cached_tokens_total",

@@ -37,6 +37,7 @@ class Heard:
         self.infos: dict[str, EngineInfo] = {}
         self.reasons: list[str] = []
         self.loads: dict[str, list[dict[int, EngineLoad]]] = {}
+        self.pushed: dict[str, list[dict[int, EngineLoad]]] = {}
         self.streaming: set[str] = set()
         self.left_at = 0.0
 
@@ -54,9 +55,9 @@ class Heard:
         self.left_at = asyncio.get_running_loop().time()
         del self.infos[info.id]
 
-    def load(self, engine_id: str, load: dict[int, EngineLoad]) -> None:
+    def load(self, engine_id: str, load: dict[int, EngineLoad], *, answered: bool = True) -> None:
         assert engine_id in self.infos
-        self.loads.setdefault(engine_id, []).append(load)
+        (self.loads if answered else self.pushed).setdefault(engine_id, []).append(load)
 
     def busy(self, engine_id: str) -> bool:
         return engine_id in self.streaming

@@ -58,9 +58,17 @@ async def first_line(process: asyncio.subprocess.Process) -> str:
 
 
 async def test_the_readme_has_no_command_that_is_not_run_here() -> None:
-    known = ("make run", "make test", "pip install .", "commutator serve --engine", "commutator simulate --engines 2", "curl ")
+    known = (
+        "make run",
+        "make test",
+        "pip install .",
+        "commutator serve --engine",
+        "commutator simulate --engines 2",
+        "commutator advise",
+        "curl ",
+    )
     assert [line for line in commands() if not line.startswith(known)] == []
-    assert len(commands()) == 11
+    assert len(commands()) == 12
 
 
 @pytest.mark.parametrize("engines", ["", "named"])
@@ -105,6 +113,14 @@ async def test_simulate_serve_and_every_curl() -> None:
                 await all_serve(base, len(urls))
                 for curl in [line for line in commands() if line.startswith("curl")]:
                     await try_curl(curl.replace("http://127.0.0.1:8080", base))
+
+
+async def test_advise() -> None:
+    async with started(command("commutator advise")) as process:
+        assert process.stdout is not None
+        said = (await asyncio.wait_for(process.stdout.read(), 60)).decode()
+    assert "262,144 bytes a token" in said
+    assert "Disaggregation pays:" in said
 
 
 async def all_serve(base: str, engines: int) -> None:

@@ -309,6 +309,40 @@ async def test_a_relay_that_dies_makes_its_engines_stale_and_the_next_one_mends_
         await until(lambda: mirror.signal(engine.endpoint, time.monotonic()) == LIVE)
 
 
+@pytest.mark.parametrize("changed", [False, True], ids=["unchanged", "changed meanwhile"])
+async def test_R34_a_relay_that_takes_over_takes_nothing_away_meanwhile(changed: bool) -> None:
+    """Looked at in every turn of the loop: what the router knows is never less than what the engine has held all the time."""
+    async with fleet() as made, ToyEngine() as engine, made.mirror(engine.info()) as (mirror, index):
+        async with connected(made.url, "first") as bus:
+            first = made.new_relay(bus)
+            first.follow(engine.info())
+            async with running(first.run()):
+                for number in range(50):
+                    engine.serve(prompt(number, 5))
+                await copied(mirror, index, engine)
+        least = len(engine.held)
+        if changed:
+            engine.evict(prompt(7, 5), keep=2)
+            engine.serve(prompt(60, 5))
+            least -= 3
+        seen: list[int] = []
+
+        async def look() -> None:
+            while True:
+                seen.append(len(index.keys(engine.endpoint)))
+                assert mirror.ready(engine.endpoint)
+                await asyncio.sleep(0)
+
+        async with running(look()):
+            made.relay.follow(engine.info())
+            await until(lambda: made.relay.complete(engine.endpoint.engine), what="it has read all")
+            await copied(mirror, index, engine)
+            engine.serve(prompt(61, 5))
+            await copied(mirror, index, engine)
+        assert min(seen) >= least
+        assert mirror.stats()[engine.endpoint].resyncs == {"joined": 1} | ({"relay": 1} if changed else {})
+
+
 async def test_R3_an_engine_that_never_publishes_is_named_blind_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async with fleet() as made, ToyEngine() as engine, made.mirror(engine.info()) as (mirror, _):
         engine.publisher.faults.muted = True

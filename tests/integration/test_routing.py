@@ -11,6 +11,7 @@ import pytest
 from discovery.broker import Broker
 from discovery.bus import BusUnreachable
 from engines.simulator.engine import SimulatedEngine
+from engines.simulator.faults import Answer as Fault
 from engines.types import EngineKind, EngineSpec
 from tests.rig import Router, fleet, prompt, routing, settings_of
 from tests.waiting import until
@@ -25,9 +26,9 @@ async def holds(router: Router, engine: str, text: str, *, model: str = "sim") -
     await until(heard, what="the events of the prompt arrive")
 
 
-async def send_directly(router: Router, engine: SimulatedEngine, text: str) -> None:
+async def send_directly(router: Router, engine: SimulatedEngine, text: str, *, model: str = "sim") -> None:
     """Let an engine compute a chat's prompt without the router choosing it."""
-    body = {"model": "sim", "max_tokens": 1, "messages": [{"role": "user", "content": text}]}
+    body = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": text}]}
     async with router.session.post(engine.url + "/v1/chat/completions", json=body) as response:
         assert response.status == 200
 
@@ -109,6 +110,39 @@ async def test_R2_two_engines_of_one_model_with_different_block_sizes_both_get_t
             again = await router.chat(prompt(f"p{number}-"))
             assert (again.engine, again.cached_tokens) == ((small, large)[number % 2].url, again.overlap_tokens)
             assert again.cached_tokens > 0
+
+
+async def test_R2_two_models_with_different_block_sizes_both_get_their_prompts_back() -> None:
+    async with (
+        fleet(2, block_size=16, served_model_name="a") as small,
+        fleet(2, block_size=64, served_model_name="b") as large,
+        routing([*small, *large]) as router,
+    ):
+        homes = [(*small, *large)[number % 4] for number in range(8)]
+        for number, home in enumerate(homes):
+            await send_directly(router, home, prompt(f"p{number}-"), model=home.settings.served_model_name)
+        for number, home in enumerate(homes):
+            model = home.settings.served_model_name
+            await holds(router, home.url, prompt(f"p{number}-"), model=model)
+            again = await router.chat(prompt(f"p{number}-"), model=model)
+            assert (again.engine, again.cached_tokens) == (home.url, again.overlap_tokens)
+            assert again.cached_tokens > 0
+
+
+@pytest.mark.parametrize("policy", ["kv", "least-loaded"])
+async def test_R25_without_engines_load_the_routers_own_counts_decide(policy: str) -> None:
+    """Prompts that share nothing, all in flight at once: at random, 8 and 8 would be a matter of luck."""
+    async with fleet(2, speedup=1.0) as engines:
+        for engine in engines:
+            engine.faults.add(Fault(status=404), path="/metrics", times=None)
+        async with routing(engines, policy=policy) as router:
+            assert {candidate["load"]["running"] for candidate in (await router.route("x"))["candidates"]} == {None}
+            streams = [await router.begin(prompt(f"p{number}-"), stream=True, max_tokens=200) for number in range(16)]
+            shares = [await router.metric("router_active_requests", engine=engine.url) for engine in engines]
+            for stream in streams:
+                stream.close()
+            assert shares == [8, 8]
+            assert await router.metric("router_decisions_total", policy="random") == 0
 
 
 async def test_R3_an_engine_that_publishes_no_events_is_named_blind_and_still_gets_its_share() -> None:

@@ -38,9 +38,13 @@ class Source:
         self.held: Held = frozenset()
         self._remember()
 
-    def replace(self, life: str) -> None:
-        self.life, self.number = life, -1
+    def replace(self, life: str, *, knows: bool) -> None:
+        """Another relay, which has read all that the engine published, or begins with nothing."""
+        held, self.life, self.number = self.held, life, -1
         self.renew()
+        if knows:
+            self.held = held
+            self._remember()
 
     @property
     def epoch(self) -> str:
@@ -124,6 +128,8 @@ class FaultyBus(RuleBasedStateMachine):
         self.copy = Copy()
         self.wire: list[Message] = []
         self.lives = 0
+        self.complete: Held = frozenset()
+        """The copy when it was last equal to a source."""
 
     def publish(self, message: Message | None) -> None:
         if message is not None:
@@ -160,11 +166,13 @@ class FaultyBus(RuleBasedStateMachine):
         self.publish(self.source.beacon())
 
     @precondition(lambda self: not self.wire)
-    @rule(later=st.floats(0.0, 30.0))
-    def another_relay_takes_over(self, later: float) -> None:
+    @rule(later=st.floats(0.0, 30.0), knows=st.booleans(), missed=KEYS)
+    def another_relay_takes_over(self, later: float, knows: bool, missed: list[int]) -> None:
         self.now += later
         self.lives += 1
-        self.source.replace(f"r{self.lives}")
+        if later > 15.0:
+            self.source.store(Tier.DEVICE, missed)  # while nobody relayed
+        self.source.replace(f"r{self.lives}", knows=knows)
         self.publish(self.source.beacon())
 
     @rule()
@@ -191,8 +199,11 @@ class FaultyBus(RuleBasedStateMachine):
 
     @invariant()
     def a_copy_that_says_it_is_complete_is_what_the_source_held_there(self) -> None:
-        if self.sync.synced:
+        if self.sync.inherited:
+            assert self.copy.held == self.complete, "of the relay before"
+        elif self.sync.synced:
             assert self.copy.held == self.source.history[self.sync.epoch or "", self.sync.seq]
+            self.complete = frozenset(self.copy.held)
 
     @invariant()
     def the_digest_is_that_of_the_copy(self) -> None:

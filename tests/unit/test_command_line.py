@@ -41,9 +41,9 @@ def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ([], "commutator: error: a command is needed: serve, simulate; see commutator --help"),
+        ([], "commutator: error: a command is needed: serve, relay, simulate, advise; see commutator --help"),
         (["serv"], "commutator: error: unknown command 'serv'; did you mean 'serve'?; see commutator --help"),
-        (["--port", "1"], "commutator: error: a command comes before --port: serve, simulate"),
+        (["--port", "1"], "commutator: error: a command comes before --port: serve, relay, simulate, advise"),
         (["serve"], "commutator serve: error: engine: no engine is named; name at least one: --engine http://HOST:PORT"),
         (["serve", "--engine", "http://h:1", "--polic", "kv"], "commutator serve: error: unknown option --polic; did you mean '--policy'?"),
         (["serve", "--engine", "http://h:1", "--engine", "http://h:1/"], "commutator serve: error: --engine: http://h:1 is named 2 times"),
@@ -83,11 +83,12 @@ def test_U3_an_option_without_effect_is_an_error_that_names_it(
     assert err.startswith(f"commutator serve: error: {flag}: has no effect with policy '{policy}'")
 
 
-@pytest.mark.parametrize("name", commutator.COMMANDS)
+@pytest.mark.parametrize("name", ["serve", "simulate"])
 def test_U3_check_config_prints_what_is_in_force(capsys: pytest.CaptureFixture[str], name: str, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("port = 81\n")
-    engine = {"COMMUTATOR_ENGINE": "http://h:1,api-key=canary"}  # to simulate, a variable of another command
+    # To simulate, variables of other commands.
+    engine = {"COMMUTATOR_ENGINE": "http://h:1,api-key=canary", "COMMUTATOR_NATS": "nats://h:1", "COMMUTATOR_NATS_TOKEN": "canary"}
     code, out, err = said(capsys, name, "--check-config", "--config", str(file), "--host", "::1", **engine)
     assert (code, err) == (0, "")
     assert f"port = 81  # {file}: port" in out

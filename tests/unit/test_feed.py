@@ -21,10 +21,13 @@ from engines.types import Endpoint, Tier
 class Sent:
     """A feed and everything it sent."""
 
-    def __init__(self, block_size: int | None = None) -> None:
+    def __init__(self, block_size: int | None = None, *, caught_up: bool = True) -> None:
         numbers = itertools.count()
         self.messages: list[StreamMessage] = []
         self.feed = Feed(Endpoint("http://e:1"), block_size, lambda: f"life.{next(numbers)}", self.messages.append)
+        if caught_up:
+            self.feed.caught_up()
+            self.messages.clear()
 
     def take(self) -> list[StreamMessage]:
         taken = list(self.messages)
@@ -61,6 +64,40 @@ def test_the_first_life_begins_once() -> None:
     sent = Sent()
     sent.feed.restarted("joined")
     assert [message.epoch for message in sent.take()] == ["life.0"]
+
+
+def test_R34_nothing_is_said_before_what_was_published_before_is_known() -> None:
+    sent = Sent(caught_up=False)
+    sent.feed.restarted("joined")
+    assert sent.batch(stored(100, 1, 2), stored(101, 3, 4)) == sent.batch(Removed([100])) == []
+    sent.feed.beacon()
+    assert (sent.take(), sent.feed.complete) == ([], False)
+    sent.feed.caught_up()
+    [beacon] = sent.take()
+    assert isinstance(beacon, Beacon)
+    assert (beacon.seq, beacon.blocks, beacon.digest, beacon.quiet) == (0, 1, key(3, 4), 2), (
+        "an epoch that nobody has from its first batch on"
+    )
+    assert [(chunk.seq, chunk.ops) for chunk in sent.feed.snapshot()] == [(0, [Store(Tier.DEVICE, pack_keys([key(3, 4)]))])]
+    [batch] = sent.batch(Removed([101]))
+    assert batch == Batch("life.0", 0, [Remove(Tier.DEVICE, pack_keys([key(3, 4)]))])
+    sent.feed.caught_up()
+    assert sent.take() == []
+
+
+def test_a_publisher_that_cannot_be_reached_makes_the_signal_stale_and_takes_nothing_away() -> None:
+    sent = Sent(caught_up=False)
+    for reason in ("refused", "refused", "no such host"):
+        sent.feed.unreachable(reason)
+    assert [message.reason for message in sent.take() if isinstance(message, Beacon)] == ["refused", "no such host"]
+    sent.feed.caught_up()
+    sent.batch(stored(100, 1, 2))
+    sent.feed.unreachable("refused")
+    [beacon] = sent.take()
+    assert isinstance(beacon, Beacon)
+    assert (beacon.signal, beacon.blocks) == (SignalState.STALE, 1)
+    sent.feed.caught_up()
+    assert sent.feed.signal == LIVE
 
 
 def test_a_restart_is_a_new_epoch_that_holds_nothing() -> None:
@@ -166,6 +203,7 @@ class Waiting(Sent):
         super().__init__()
         numbers, self.asked = itertools.count(), 0
         self.feed = Feed(Endpoint("http://e:1"), None, lambda: f"life.{next(numbers)}", self.messages.append, waits=self.ask)
+        self.feed.caught_up()
         self.batch(stored(100, 1, 2))  # after the first one, the block size is known and told
         self.take()
 
@@ -232,6 +270,8 @@ def test_a_copy_in_this_process_is_told_at_once_and_of_the_rest_as_the_bus_is() 
             told.append(beacon.seq)
 
     feed = Feed(Endpoint("http://e:1"), None, lambda: "life.0", None, copy=Told())
+    feed.caught_up()
+    assert told.pop() == 0
     feed.batch(KvBatch(0.0, 0, [stored(100, 1, 2), stored(101, 3, 4)]))
     feed.batch(KvBatch(0.0, 0, [Removed([100])]))
     feed.lost(2, 3)

@@ -16,8 +16,10 @@ async def never(_: Exchange) -> None:
     raise AssertionError
 
 
-def line(url: str = "http://engine:8000", *, api_key: str | None = None, ranks: tuple[int, ...] = (0,)) -> Line:
-    info = EngineInfo(id=url, spec=EngineSpec(url=url, api_key=api_key), kind=EngineKind.VLLM, version="0", models=(), ranks=ranks)
+def line(
+    url: str = "http://engine:8000", *, api_key: str | None = None, ranks: tuple[int, ...] = (0,), kind: EngineKind = EngineKind.VLLM
+) -> Line:
+    info = EngineInfo(id=url, spec=EngineSpec(url=url, api_key=api_key), kind=kind, version="0", models=(), ranks=ranks)
     return Line(info, Timeouts())
 
 
@@ -119,3 +121,12 @@ async def test_a_websocket_is_asked_for_with_the_clients_own_handshake() -> None
 
 async def test_an_ipv6_engine_is_named_in_brackets() -> None:
     assert lines(sent(line("http://[::1]:8000"), []))[1] == b"host: [::1]:8000"
+
+
+async def test_R28_sglangs_own_route_is_told_its_rank_in_the_body_and_no_other_route_is() -> None:
+    two = line(kind=EngineKind.SGLANG, ranks=(0, 1))
+    request = sent(two, [], path=b"/generate", body=b'{"text":"hi"}', rank=1)
+    assert b"".join(request).endswith(b'\r\n\r\n{"text":"hi","routed_dp_rank":1}')
+    assert b"content-length: 32" in lines(request)
+    assert b"".join(sent(two, [], path=b"/v1/completions", body=b"{}", rank=1)).endswith(b"\r\n\r\n{}")
+    assert b"".join(sent(line(kind=EngineKind.SGLANG), [], path=b"/generate", body=b"{}")).endswith(b"\r\n\r\n{}")

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from engines.metrics import CacheConfig, EngineLoad, read_boot, read_cache_config, read_load, read_loads, samples
+from engines.metrics import CacheConfig, EngineLoad, read_boot, read_cache_config, read_load, read_load_stat, read_loads, samples
 from engines.types import EngineKind
+from tests.frames import recorded
 
 DATA = Path(__file__).parents[1] / "data" / "endpoints"
 VLLM = (DATA / "vllm" / "metrics.txt").read_text()
@@ -30,6 +32,17 @@ def test_R25_what_is_not_reported_is_unknown_and_not_zero(kind: EngineKind) -> N
     assert read_load(EngineKind.VLLM, 'vllm:num_requests_running{engine="0"} 3.0\n') == {0: EngineLoad(running=3)}
     assert read_load(EngineKind.VLLM, 'vllm:num_requests_running{engine="0"} NaN\n') == {}
     assert read_boot("process_start_time_seconds +Inf\n") is None
+
+
+def test_a_pushed_report_is_read_whatever_is_added_behind_it() -> None:
+    pushed = [message for name in ("plain_tp1", "dp2_rank1") for message in recorded(f"sglang/{name}.jsonl") if not message.is_kv]
+    assert pushed
+    for message in pushed:
+        _, running, waiting, used, total, *_ = message.decoded
+        assert read_load_stat(message.payload) == EngineLoad(running, waiting, used / total)
+        assert read_load_stat(msgspec.msgpack.encode([*message.decoded, "new"])) == read_load_stat(message.payload)
+    assert read_load_stat(msgspec.msgpack.encode(["LoadStat", 1, 2, 0, 0])) == EngineLoad(1, 2, None)
+    assert read_load_stat(msgspec.msgpack.encode(["LoadStat", 1, 2, 9, 8])) == EngineLoad(1, 2, 1.0)
 
 
 def test_each_rank_is_read_under_its_own_number() -> None:

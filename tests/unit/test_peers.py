@@ -241,6 +241,52 @@ def follower(world: World, router: str, engine: str) -> Callable[[], None]:
     return follow
 
 
+def only_relays(name: str, follows: list[str], relays: dict[str, int] | None = None) -> Presence:
+    return msgspec.structs.replace(presence(name, follows=follows, relays=relays), only_relays=True)
+
+
+def test_one_who_only_relays_takes_an_engine_from_a_router_which_yields() -> None:
+    relay, router = Peers("relay", 0.0, only_relays=True), Peers("z", 0.0)
+    router.follow(E1.engine, 0.0)
+    assert tick(router, 0.0, BEAT_S) == [Take(E1.engine)]
+    relay.follow(E1.engine, 0.0)
+    relay.hear(presence("z", follows=[E1.engine], relays=router.relays), 0.1)
+    assert tick(relay, 0.1, 1.0) == [Take(E1.engine)]
+    assert relay.relays == {E1.engine: 2}
+    assert router.hear(only_relays("relay", relay.follows, relay.relays), 1.2) == [Yield(E1.engine)]
+    assert tick(router, 1.2, 60.0, lambda now: router.hear(only_relays("relay", relay.follows, relay.relays), now)) == []
+    assert router.relayed(E1.engine)
+    assert not relay.relayed(E1.engine)
+
+
+def test_what_one_who_only_relays_could_relay_a_router_leaves_to_it_but_not_for_ever() -> None:
+    router = Peers("a", 0.0)
+    router.hear(only_relays("relay", [E1.engine]), 0.0)
+    router.follow(E1.engine, 0.0)
+    router.follow(E2.engine, 0.0)
+
+    def heard(now: float) -> list[Change]:
+        return router.hear(only_relays("relay", [E1.engine]), now)
+
+    assert tick(router, 0.0, 2 * PATIENCE_S, heard) == [Take(E2.engine)], "which the relay does not follow"
+    assert tick(router, 2 * PATIENCE_S, 2 * PATIENCE_S, heard) == [Take(E1.engine)], "which it does not take"
+
+
+def test_of_two_who_only_relay_one_does_and_the_other_goes_on_when_it_is_gone() -> None:
+    a, b = Peers("a", 0.0, only_relays=True), Peers("b", 0.0, only_relays=True)
+    for peers in (a, b):
+        peers.follow(E1.engine, 0.0)
+    taken: list[Change] = []
+    for step in range(8):
+        now = step * BEAT_S
+        for one, other in ((a, b), (b, a)):
+            taken += one.hear(only_relays(other.router, other.follows, other.relays), now) + one.tick(now)
+    assert taken == [Take(E1.engine)]
+    assert (a.relays, b.relays) == ({E1.engine: 1}, {})
+    assert tick(b, 8 * BEAT_S, GONE_AFTER_S + 1.0) == [Take(E1.engine)]
+    assert b.relays == {E1.engine: 2}
+
+
 def test_A9_messages_of_strangers_do_not_grow_the_table_without_end() -> None:
     peers = Peers("me", 0.0)
     for number in range(10_000):
@@ -273,10 +319,11 @@ def test_A9_nothing_that_can_be_decoded_breaks_it() -> None:
     peers._check()
 
 
-def tick(peers: Peers, since: float, for_s: float) -> list[Change]:
-    """Everything that comes of beats, the last one at the end included."""
+def tick(peers: Peers, since: float, for_s: float, meanwhile: Callable[[float], list[Change]] = lambda now: []) -> list[Change]:
+    """Everything that comes of beats, the last one at the end included; `meanwhile` happens before each."""
     changes: list[Change] = []
     beats = round(for_s / BEAT_S)
     for beat in range(1, beats + 1):
+        changes += meanwhile(since + beat * BEAT_S)
         changes += peers.tick(since + beat * BEAT_S)
     return changes

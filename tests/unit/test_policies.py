@@ -83,6 +83,18 @@ def test_kv_counts_tokens_of_a_started_block_as_prefill_and_not_as_decode() -> N
     assert cost(candidate("one"), RoutingRequest("m", 170)) == 170 / 16 + 10
 
 
+@pytest.mark.parametrize("tokens", [1, 31, 100, 2217])
+def test_R2_idle_engines_cost_the_same_whatever_their_block_size(tokens: int) -> None:
+    """Else all prompts that share nothing would go to the one with the larger blocks."""
+    sizes = (16, 32, 48, 16)
+    engines = [
+        candidate(str(number), block_size=size, prompt_blocks=tokens // size, new_blocks=tokens // size)
+        for number, size in enumerate(sizes)
+    ]
+    costs = Kv().score(RoutingRequest("m", tokens), engines, context())
+    assert costs == pytest.approx([tokens / 16 + tokens // 16] * 4)
+
+
 @pytest.mark.parametrize(
     ("in_flight", "queued_blocks", "expected"),
     [

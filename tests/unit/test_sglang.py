@@ -49,6 +49,23 @@ def test_with_dp_attention_the_ranks_are_those_of_the_kv_events_block() -> None:
     ]
 
 
+def test_load_is_pushed_where_the_discovery_block_says_whatever_host_the_events_have() -> None:
+    block = kv(dp_size=2, endpoint_host="10.9.9.9", load_endpoint_port_base=32804, load_topic="load")
+    assert sglang.read_load_sources(server(kv_events=block), "h") == (
+        KvSource(0, "tcp://h:32804", topic="load"),
+        KvSource(1, "tcp://h:32805", topic="load"),
+    )
+    for without in (server(kv_events=kv(load_endpoint_port_base=None)), server(kv_events=None)):
+        assert sglang.read_load_sources(without, "h") == ()
+
+
+def test_a_chat_brings_no_ids_where_its_template_has_stop_strings() -> None:
+    assert all(sglang.chats_take_ids(server(chat_template=name)) for name in (None, "/templates/mine.jinja"))
+    assert not any(sglang.chats_take_ids(server(chat_template=name)) for name in ("vicuna_v1.1", "/templates/mine.json"))
+    assert sglang.texts_take_ids(server(completion_template=None))
+    assert not sglang.texts_take_ids(server(completion_template="qwen_coder"))
+
+
 def test_without_kv_events_the_ranks_are_still_known_and_there_is_no_source() -> None:
     info = server(kv_events=None, kv_events_config=None, dp_size=4)
     assert sglang.ranks(info) == (0, 1, 2, 3)
@@ -95,4 +112,6 @@ def test_a_server_that_says_it_is_starting_is_believed() -> None:
 def test_R28_a_header_only_goes_where_there_are_ranks_to_choose_from() -> None:
     one = EngineInfo(id="http://h:1", spec=EngineSpec("http://h:1"), kind=EngineKind.SGLANG, version="0.5.23", models=())
     assert sglang.pin_headers(one, 0) == {}
+    assert sglang.pin_fields(one, 0) == {}
+    assert sglang.pin_fields(msgspec.structs.replace(one, ranks=(0, 1)), 1) == {"routed_dp_rank": 1}
     assert sglang.pin_headers(msgspec.structs.replace(one, ranks=(0, 1)), 1) == {"X-Data-Parallel-Rank": "1"}

@@ -214,6 +214,23 @@ def test_R14_R15_adapters_and_salts_never_meet_each_other_or_the_plain_prompt() 
         seen |= set(keys(op))
 
 
+def test_R15_a_chain_that_sglang_keeps_twice_under_one_name_is_held_until_both_copies_are_gone() -> None:
+    """Its `extra_key` parts the cache and is not told: the same hashes are stored once for each, and removed once for each."""
+    first, _, extra, _, evicting, *_ = [message for message in recorded("sglang/events_eviction_etc.json") if message.is_kv]
+    names = first.decoded[1][0]["block_hashes"]
+    assert extra.decoded[1][0]["block_hashes"] == names
+    translator = Translator()
+    (op,) = ops_of(translator.apply(decode(first.payload).events))
+    assert ops_of(translator.apply(decode(extra.payload).events)) == [], "nothing new is held"
+    copies = dict.fromkeys(names, 2)
+    removed = [name for event in evicting.decoded[1] if event["type"] == "BlockRemoved" for name in event["block_hashes"] if name in copies]
+    assert sorted(removed) == sorted(2 * names)
+    for name in removed:
+        translator.apply([Removed([name])])
+        copies[name] -= 1
+        assert held(translator).get(Tier.DEVICE, set()) == {key for key, count in zip(keys(op), copies.values(), strict=True) if count}
+
+
 def test_placeholders_of_different_images_never_match_nor_does_what_follows_them() -> None:
     ops = []
     for extras in (None, [None, b"cat", None], [None, b"dog", None]):

@@ -63,7 +63,9 @@ class Kv:
             prefill = max(0.0, queued + tokens / block_size - credit)
             blocks = weights.prefill_load_scale * prefill + load.active_blocks + candidate.new_blocks
             if block_size != unit:
-                blocks *= block_size / unit
+                # A started block is no decode block, and larger blocks leave more of a prompt in it: counted in, so that what else
+                # is equal costs the same, and prompts that share nothing do not all go to the engine with the larger blocks.
+                blocks = (blocks + tokens % block_size / block_size) * block_size / unit - tokens % unit / unit
             costs.append(blocks + weights.decode_active_request_weight * load.active_requests)
         return costs
 
