@@ -15,13 +15,13 @@ from tests.engines.fixtures import (  # noqa: F401  for all below
     arrange,
     engines,
     launched,
+    mooncake_pair,
+    nixl_pair,
     one_pair,
-    real_mooncake_pair,
-    real_nixl_pair,
     real_sglang,
-    real_sglang_pd_pair,
     real_vllm,
     real_vllm_pair,
+    sglang_pair,
 )
 
 ROOMS = ["engines", "discovery", "router", "planner"]

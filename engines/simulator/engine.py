@@ -196,13 +196,13 @@ class SimulatedEngine:
         )
         namer = BlockNamer(settings.kind, settings.block_size, settings.hash_seed)
         self._core = Core(scheduler, namer, self._publish)
-        if settings.load_feed:
-            self.loads.start()
-            self._tasks.append(self._group.create_task(self.loads.run(lambda: report(scheduler, settings.max_num_seqs))))
         if (hand_over := exchange_of(settings)) is not None:
             self._exchange = self._core.exchange = hand_over(Host(settings, self._core, self._group.create_task, self._end))
             await self._exchange.start(self._kv_transfer_port)
             self._kv_transfer_port = self._exchange.port
+        if settings.load_feed:
+            self.loads.start()
+            self._tasks.append(self._group.create_task(self.loads.run(lambda: report(scheduler, settings.max_num_seqs))))
         started = _wall_clock_s()
         parts = Parts(
             settings, model, self._core, self._exchange, self._publisher, self.loads, self.faults, self._history, _wall_clock_s, started

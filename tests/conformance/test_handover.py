@@ -18,6 +18,7 @@ from engines.simulator.settings import Connector, SimulateSettings
 from engines.types import EngineKind, Role
 from tests.conformance.handing import Fields, Hands, PairedEngines, failure_of, ids_of, metric, wrapped
 from tests.conformance.wire import Answer, Client, Engine, EventFeed
+from tests.engines.fixtures import HAND_OVER
 from tests.engines.pairs import Pair
 from tests.waiting import alongside, until
 
@@ -52,9 +53,8 @@ async def simulated(way: str) -> AsyncIterator[SimulatedPair]:
 
 def ways(*names: str) -> pytest.MarkDecorator:
     """A test of pairs that hand over in these ways, simulated and real."""
-    real = {"nixl": "real_nixl_pair", "mooncake": "real_mooncake_pair", "sglang": "real_sglang_pd_pair"}
     return pytest.mark.parametrize(
-        "pair", [*names, *(pytest.param(real[name], marks=pytest.mark.real_engine) for name in names)], indirect=True
+        "pair", [*names, *(pytest.param(f"{name}_pair", marks=pytest.mark.real_engine) for name in names)], indirect=True
     )
 
 
@@ -65,9 +65,9 @@ AT_ONCE = ways("mooncake", "sglang")
 
 @pytest.fixture
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, PairedEngines]]:
-    if request.param == "real_sglang_pd_pair":
+    if request.param == "sglang_pair":
         request.getfixturevalue("launched").launch(["real_sglang"])  # see `alone`: on its way while the pair starts
-    if request.param.startswith("real_"):
+    if request.param in HAND_OVER:
         real: Pair = request.getfixturevalue(request.param)
         yield real.kind.name, real
         return

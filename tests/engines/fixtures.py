@@ -32,10 +32,10 @@ def arrange(items: list[pytest.Item]) -> None:
     for item in real:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
-    kinds = list(_HANDING)
+    kinds = list(HAND_OVER)
 
     def order(item: pytest.Item) -> tuple[bool, int, bool]:
-        pair = max((kinds.index(name) for name in _named(item) if name in _HANDING), default=-1)
+        pair = max((kinds.index(name) for name in _named(item) if name in HAND_OVER), default=-1)
         return item in real, pair, item.get_closest_marker("ends_engines") is not None
 
     items.sort(key=order)
@@ -69,7 +69,8 @@ FLEETS = {
 PAIRS = ["real_vllm_pair", "real_sglang_pair", "real_mixed_pair"]
 HALF_SILENT = ["half_silent_vllm", "half_silent_sglang", "half_silent_mixed"]
 """The second one publishes nothing."""
-_HANDING = {"real_nixl_pair": pairs.NIXL, "real_mooncake_pair": pairs.MOONCAKE, "real_sglang_pd_pair": pairs.SGLANG_TCP}
+HAND_OVER = {"nixl_pair": pairs.NIXL, "mooncake_pair": pairs.MOONCAKE, "sglang_pair": pairs.SGLANG_TCP}
+"""Pairs of engines of which one computes prompts and the other goes on from them."""
 
 
 class Shared:
@@ -179,18 +180,18 @@ def one_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnePair]:
 
 
 @pytest.fixture
-def real_nixl_pair(one_pair: OnePair) -> Pair:
+def nixl_pair(one_pair: OnePair) -> Pair:
     """Two vLLM engines: the decode engine pulls KV by NIXL."""
-    return one_pair.ready(_HANDING["real_nixl_pair"])
+    return one_pair.ready(HAND_OVER["nixl_pair"])
 
 
 @pytest.fixture
-def real_mooncake_pair(one_pair: OnePair) -> Pair:
+def mooncake_pair(one_pair: OnePair) -> Pair:
     """Two vLLM engines: the prefill engine pushes KV by Mooncake."""
-    return one_pair.ready(_HANDING["real_mooncake_pair"])
+    return one_pair.ready(HAND_OVER["mooncake_pair"])
 
 
 @pytest.fixture
-def real_sglang_pd_pair(one_pair: OnePair) -> Pair:
+def sglang_pair(one_pair: OnePair) -> Pair:
     """Two SGLang engines: the prefill engine pushes KV by Mooncake's engine, over TCP."""
-    return one_pair.ready(_HANDING["real_sglang_pd_pair"])
+    return one_pair.ready(HAND_OVER["sglang_pair"])
