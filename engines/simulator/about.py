@@ -182,7 +182,7 @@ class About:
     async def _loads(self, _: web.Request) -> web.StreamResponse:
         scheduler, cache = self._parts.core.scheduler, self._parts.core.scheduler.cache
         total, used = cache.capacity * cache.block_size, cache.used * cache.block_size
-        load = {
+        load: dict[str, object] = {
             "dp_rank": 0,
             "num_running_reqs": len(scheduler.running),
             "num_waiting_reqs": scheduler.queued,
@@ -193,6 +193,8 @@ class About:
             "max_running_requests": self._parts.settings.max_num_seqs,
             "token_usage": used / total,
         }
+        if self._parts.exchange is not None:
+            load["disaggregation"] = {"mode": self._mode(), **metrics.queues(scheduler, self._parts.exchange.counted())}
         return web.json_response({"loads": [load]})
 
     async def _load_adapter(self, request: web.Request) -> web.StreamResponse:

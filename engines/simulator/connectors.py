@@ -23,7 +23,7 @@ from engines.simulator.connections import Handler
 from engines.simulator.handover import Fetch, Keep, Transfers
 from engines.simulator.scheduler import Sequence
 from engines.simulator.settings import Connector, SimulateSettings
-from engines.simulator.transfer import KV_PATH, Asked, Given, KvExchange, TransferFailed
+from engines.simulator.transfer import KV_PATH, Asked, Given, Host, KvExchange, TransferFailed
 from engines.types import EngineKind, Role
 
 LEASE_PATH = "/_sim/lease"
@@ -73,8 +73,8 @@ class Nixl(KvExchange):
 
     lease_s = 30.0
 
-    def __init__(self, *parts: Any) -> None:  # noqa: ANN401 - those of KvExchange
-        super().__init__(*parts)
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
         self.counts.counts_nixl = True
         self._met: set[str] = set()
 
@@ -167,8 +167,8 @@ class Mooncake(KvExchange):
 
     lease_s = 480.0
 
-    def __init__(self, *parts: Any) -> None:  # noqa: ANN401 - those of KvExchange
-        super().__init__(*parts)
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
         self._workers: dict[str, str] = {}
         """Prefill engines that have been found, by their id: where each is asked."""
 
@@ -216,8 +216,8 @@ class Rooms(KvExchange):
 
     lease_s = 300.0
 
-    def __init__(self, *parts: Any) -> None:  # noqa: ANN401 - those of KvExchange
-        super().__init__(*parts)
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
         self.early: dict[str, list[Sequence]] = {}
         """On the prefill engine: prompts whose decode engine has not come, by room."""
         self._taken: set[str] = set()
@@ -264,8 +264,11 @@ class Rooms(KvExchange):
 
     def left(self, sequence: Sequence) -> None:
         """See KvExchange."""
+        handover = sequence.prompt.handover
         if self._take_early(sequence):
             self.drop(sequence)
+        elif isinstance(handover, Keep) and not sequence.done and handover.key in self.kept:
+            self.kept[handover.key].ready.set()  # and nothing in it: decode waits no longer
         super().left(sequence)
 
     async def hand_over(self, asked: Asked) -> Given:

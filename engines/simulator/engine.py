@@ -26,7 +26,7 @@ from engines.simulator.scheduler import Counters, Limits, Scheduler
 from engines.simulator.server import EngineServer
 from engines.simulator.settings import SimulateSettings
 from engines.simulator.timing import Timing
-from engines.simulator.transfer import KvExchange
+from engines.simulator.transfer import Host, KvExchange
 from engines.types import EngineKind, Role
 
 _T = TypeVar("_T")
@@ -197,7 +197,7 @@ class SimulatedEngine:
         namer = BlockNamer(settings.kind, settings.block_size, settings.hash_seed)
         self._core = Core(scheduler, namer, self._publish)
         if (hand_over := exchange_of(settings)) is not None:
-            self._exchange = self._core.exchange = hand_over(settings, self._core, self._group.create_task, self._end)
+            self._exchange = self._core.exchange = hand_over(Host(settings, self._core, self._group.create_task, self._end))
             await self._exchange.start(self._kv_transfer_port)
             self._kv_transfer_port = self._exchange.port
         if settings.load_feed:

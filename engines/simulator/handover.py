@@ -145,8 +145,8 @@ def from_sglang(rooms: Rooms, index: int, role: Role, *, samples: int) -> Handov
 
 def contents(tokens: list[int] | array[int], block_size: int, adapter: str | None = None) -> Contents:
     """The contents of a prompt's blocks, the last one perhaps not full. Runtime complexity: O(tokens), at the speed of crc32."""
-    data = memoryview(array("I", tokens)).cast("B")
-    width = block_size * data.nbytes // max(1, len(tokens))
+    row = array("I", tokens)
+    data, width = memoryview(row).cast("B"), block_size * row.itemsize
     state, found = zlib.crc32((adapter or "").encode()), []
     for offset in range(0, data.nbytes, width):
         state = zlib.crc32(data[offset : offset + width], state)

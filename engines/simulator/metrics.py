@@ -136,20 +136,24 @@ def _sglang(scheduler: Scheduler, transfers: Transfers | None, model: str) -> It
         yield from _sglang_transfers(scheduler, transfers, labels)
 
 
+def queues(scheduler: Scheduler, transfers: Transfers) -> dict[str, int]:
+    """Requests of an SGLang engine that has a role, by what they wait for."""
+    return {
+        "prefill_bootstrap_queue_reqs": transfers.early,
+        "prefill_inflight_queue_reqs": transfers.in_flight,
+        "decode_prealloc_queue_reqs": len(scheduler.waiting) - _plain(scheduler),
+        "decode_transfer_queue_reqs": len(scheduler.fetching),
+    }
+
+
 def _plain(scheduler: Scheduler) -> int:
     """Those that wait and have nothing to fetch."""
     return sum(not sequence.fetches for sequence in scheduler.waiting)
 
 
 def _sglang_transfers(scheduler: Scheduler, transfers: Transfers, labels: Mapping[str, str]) -> Iterator[Series]:
-    queues = {
-        "prefill_bootstrap": transfers.early,
-        "prefill_inflight": transfers.in_flight,
-        "decode_prealloc": len(scheduler.waiting) - _plain(scheduler),
-        "decode_transfer": len(scheduler.fetching),
-    }
-    for name, count in queues.items():
-        yield Series(f"sglang:num_{name}_queue_reqs", float(count), labels)
+    for name, count in queues(scheduler, transfers).items():
+        yield Series(f"sglang:num_{name}", float(count), labels)
     yield from _histogram("sglang:kv_transfer_latency_ms", transfers.transfers, transfers.seconds * 1000, labels)
     yield from _histogram("sglang:kv_transfer_total_mb", transfers.transfers, transfers.bytes / 1_000_000, labels)
     yield Series("sglang:num_transfer_failed_reqs_total", float(transfers.failed), labels, "counter")

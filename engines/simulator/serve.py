@@ -2,7 +2,8 @@
 
 When all of them listen it prints one line of JSON, which says where:
 
-    {"engines":[{"url":"http://127.0.0.1:9000","kind":"vllm","model":"sim","kv_events":"tcp://...","kv_replay":"tcp://..."}]}
+    {"engines":[{"url":"http://127.0.0.1:9000","kind":"vllm","model":"sim","kv_events":"tcp://...","kv_replay":"tcp://...",
+      "role":"prefill","bootstrap":"http://127.0.0.1:9100"}]}
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import msgspec
 
 from engines.simulator.engine import SimulatedEngine
 from engines.simulator.settings import SimulateSettings
-from engines.types import EngineKind
+from engines.types import EngineKind, Role
 
 LAST_PORT = 65_535
+_OF_VLLM = {"connector", "kv_load_failure_policy"}
+_HANDOVER = _OF_VLLM | {"kv_transfer_port", "kv_bytes_per_token", "link_bytes_per_s", "kv_lease_s"}
 
 
 class CannotSimulate(Exception):
@@ -45,19 +48,30 @@ async def run(settings: SimulateSettings) -> None:
 
 
 def _check(settings: SimulateSettings) -> None:
-    last = settings.port + settings.engines - 1
-    if settings.port and last > LAST_PORT:
-        raise CannotSimulate(f"{settings.engines} engines from port {settings.port} would need port {last}; the last one is {LAST_PORT}")
+    for first in (settings.port, settings.kv_transfer_port):
+        last = first + settings.engines - 1
+        if first and last > LAST_PORT:
+            raise CannotSimulate(f"{settings.engines} engines from port {first} would need port {last}; the last one is {LAST_PORT}")
+    if idle := sorted(_without_effect(settings)):
+        what = "role" if settings.role is Role.AGGREGATED else "kind vllm"
+        raise CannotSimulate(f"{', '.join(idle)} would have no effect without {what}")
     if settings.load_feed and (settings.kind is not EngineKind.SGLANG or not settings.kv_events):
         raise CannotSimulate("load_feed is for kind sglang with kv_events: only SGLang pushes its load, and says where among its KV events")
     if not settings.model_names:
         raise CannotSimulate("served_model_name must name at least one model")
 
 
+def _without_effect(settings: SimulateSettings) -> set[str]:
+    """Settings of hand-overs that have been changed, and that engines of this kind and role have not."""
+    aggregated, sglang = settings.role is Role.AGGREGATED, settings.kind is EngineKind.SGLANG
+    changed = {name for name in _HANDOVER if getattr(settings, name) != getattr(SimulateSettings(), name)}
+    return changed if aggregated else changed & _OF_VLLM if sglang else set()
+
+
 def _own(settings: SimulateSettings, index: int) -> SimulateSettings:
     """The settings of one engine of several."""
-    port = settings.port + index if settings.port else 0
-    return msgspec.structs.replace(settings, port=port, hash_seed=settings.hash_seed + index)
+    port, kv_transfer_port = (first + index if first else 0 for first in (settings.port, settings.kv_transfer_port))
+    return msgspec.structs.replace(settings, port=port, kv_transfer_port=kv_transfer_port, hash_seed=settings.hash_seed + index)
 
 
 async def _started(stack: contextlib.AsyncExitStack, settings: SimulateSettings) -> SimulatedEngine:
@@ -67,7 +81,8 @@ async def _started(stack: contextlib.AsyncExitStack, settings: SimulateSettings)
         raise CannotSimulate(f"the model folder has no {error.filename}") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise CannotSimulate(f"cannot listen on {settings.host}:{settings.port}: the port is in use") from error
+            ports = f"{settings.port}" + (f" or {settings.kv_transfer_port}" if settings.kv_transfer_port else "")
+            raise CannotSimulate(f"cannot listen on {settings.host}:{ports}: the port is in use") from error
         raise CannotSimulate(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from error
     except (ValueError, KeyError) as error:
         raise CannotSimulate(f"the model folder {settings.model!r} cannot be read: {error}") from error
@@ -80,4 +95,6 @@ def _described(engine: SimulatedEngine) -> dict[str, object]:
         "model": engine.settings.model_names[0],
         "kv_events": engine.kv_events,
         "kv_replay": engine.kv_replay,
+        "role": engine.role,
+        "bootstrap": engine.bootstrap,
     }

@@ -157,7 +157,9 @@ class EngineServer:
             head = Head(reply_id, int(self._parts.clock()), settings.kind, settings.prompt_tokens_details)
             reply = Reply(msgspec.structs.replace(ask, model=served), feed.sequences, self._parts.text.words, head)
             if ask.stream:
-                return await self._stream(request, feed, reply)
+                # SGLang's OpenAI routes answer nothing, not even a status, before there is something to say.
+                early = settings.kind is EngineKind.VLLM or ask.shape is Shape.GENERATE
+                return await self._stream(request, feed, reply, early=early)
             try:
                 while feed.left:
                     await feed.take()
@@ -193,9 +195,10 @@ class EngineServer:
         await response.write_eof()
         return response
 
-    async def _stream(self, request: web.Request, feed: Feed, reply: Reply) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, feed: Feed, reply: Reply, *, early: bool) -> web.StreamResponse:
         response = web.StreamResponse(headers=_SSE)
-        await response.prepare(request)
+        if early:
+            await response.prepare(request)
         record: Recorded = request[_RECORD]
         broken: Break | None = request.get(_BREAK)
         failing: Fail | None = request.get(_FAIL)
@@ -206,9 +209,11 @@ class EngineServer:
             except RequestFailed as failed:
                 record.outcome = "failed"
                 told = opening if self._parts.settings.kind is EngineKind.VLLM else b""
+                await response.prepare(request)
                 await response.write(told + failure(self._parts.settings.kind, str(failed)))
                 await response.write_eof()
                 return response
+            await response.prepare(request)
             if opening:
                 pieces.insert(0, opening)
                 opening = b""

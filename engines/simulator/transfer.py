@@ -1,8 +1,8 @@
 """How does KV get from one simulated engine to another? By HTTP between the two, over a link that takes its time.
 
     decode engine                                    prefill engine
-    fetch ── POST /_sim/kv {key, blocks} ──────────▶ _hand_over: waits until the prompt is computed, carries its bytes over the link,
-          ◀── {contents, cached} ───────────────────            forgets it
+    fetch ── POST /_sim/kv {key, blocks} ──────────▶ hand_over: waits until the prompt is computed, carries its bytes over the link,
+          ◀── {contents, cached} ───────────────────            then forgets it
 
 What a real engine does by RDMA is one request here, so that a killed engine, a refused connection and a slow link are real ones. Each way
 to hand over (`engines.simulator.connectors`) says who waits for whom, and what happens when nobody comes.
@@ -29,6 +29,8 @@ from engines.simulator.settings import LoadFailurePolicy, SimulateSettings
 
 KV_PATH = "/_sim/kv"
 _ROUNDING_BYTES = 0.5
+_TIMER_S = 0.005
+"""A loop's timers may fire that much before their time."""
 _T = TypeVar("_T")
 
 
@@ -105,29 +107,32 @@ class Kept:
         """Engines that wait for it, or are being sent it."""
 
 
+class Host(msgspec.Struct, frozen=True):
+    """What the hand-overs of an engine need of it."""
+
+    settings: SimulateSettings
+    core: Core
+    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    """Starts a task that the engine owns."""
+    die: Callable[[], None]
+    """Ends the whole engine."""
+
+
 class KvExchange:
     """One engine's hand-overs. See `Exchange` in `engines.simulator.core` for what the engine tells it."""
 
     lease_s: ClassVar[float]
     """What the real engine waits, where the settings do not say."""
 
-    def __init__(
-        self,
-        settings: SimulateSettings,
-        core: Core,
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        die: Callable[[], None],
-    ) -> None:
-        """`spawn` starts a task that the engine owns; `die` ends the whole engine."""
-        self.settings = settings
-        self.core = core
+    def __init__(self, host: Host) -> None:
+        self.settings = settings = host.settings
+        self.core = host.core
         self.engine_id = str(uuid.uuid4())
         self.counts = Transfers(settings.role)
         self.kept: dict[str, Kept] = {}
         self.port = 0
         self.lease = settings.kv_lease_s or self.lease_s
-        self._die = die
-        self._spawn = spawn
+        self._host = host
         self._tasks: dict[Sequence, set[asyncio.Task[None]]] = {}
         self._link = Link(settings.link_bytes_per_s * settings.speedup or math.inf)
         self._client: aiohttp.ClientSession | None = None
@@ -179,7 +184,7 @@ class KvExchange:
         if sequence.prompt.handover is not Never.ENDS:
             return True
         self.drop(sequence)
-        self._die()
+        self._host.die()
         return False
 
     def fetch(self, sequence: Sequence) -> None:
@@ -199,7 +204,7 @@ class KvExchange:
         for task in self._tasks.get(sequence, ()):
             task.cancel()
         if sequence.prompt.handover is Never.ENDS_LATER and not sequence.done:
-            self._die()
+            self._host.die()
 
     def handle(self, sequence: Sequence) -> dict[str, Any] | None:  # noqa: ARG002 - only NIXL's answers tell anything
         """What an answer tells about a sequence's KV."""
@@ -207,7 +212,7 @@ class KvExchange:
 
     def own(self, sequence: Sequence, work: Coroutine[Any, Any, None]) -> None:
         """Run a task for a sequence, as long as anybody waits for it."""
-        task = self._spawn(work)
+        task = self._host.spawn(work)
         own = self._tasks.setdefault(sequence, set())
         own.add(task)
 
@@ -290,7 +295,7 @@ class KvExchange:
 
     def _look(self, key: str, kept: Kept) -> None:
         """Give up what is over and not being asked for."""
-        if self.kept.get(key) is kept and not kept.asked and asyncio.get_running_loop().time() >= kept.until:
+        if self.kept.get(key) is kept and not kept.asked and asyncio.get_running_loop().time() + _TIMER_S >= kept.until:
             self.forget(key)
             if kept.sequence is not None:
                 self.expired(kept.sequence)
@@ -314,14 +319,17 @@ class KvExchange:
         if self._client is None:
             raise TransferFailed("not running")
         data = None if body is None else msgspec.json.encode(body)
-        async with self._client.request("GET" if body is None else "POST", url + path, data=data) as response:
-            told = await response.read()
-            if response.status != 200:
-                raise TransferFailed(told.decode(errors="replace"))
-            try:
-                return msgspec.json.decode(told, type=answer)
-            except msgspec.MsgspecError as error:
-                raise TransferFailed(str(error)) from error
+        try:
+            async with self._client.request("GET" if body is None else "POST", url + path, data=data) as response:
+                status, told = response.status, await response.read()
+        except UnicodeError as error:  # of a host that is no name
+            raise aiohttp.ClientConnectionError(str(error)) from error
+        if status != 200:
+            raise TransferFailed(told.decode(errors="replace"))
+        try:
+            return msgspec.json.decode(told, type=answer)
+        except msgspec.MsgspecError as error:
+            raise TransferFailed(str(error)) from error
 
     @property
     def recomputes(self) -> bool:

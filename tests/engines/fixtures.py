@@ -26,14 +26,19 @@ TIMEOUT_S = 900
 def arrange(items: list[pytest.Item]) -> None:
     """Tests with real engines go last, so that whatever is wrong without them is seen first, and are given the time they need.
 
-    Those with a pair of engines come after all others, pair by pair.
+    Those with a pair of engines come after all others, pair by pair, and of each pair's those that end one of its engines.
     """
     real = [item for item in items if item.get_closest_marker("real_engine")]
     for item in real:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
     kinds = list(HAND_OVER)
-    items.sort(key=lambda item: (item in real, *sorted(kinds.index(name) for name in _named(item) if name in HAND_OVER)))
+
+    def order(item: pytest.Item) -> tuple[bool, int, bool]:
+        pair = max((kinds.index(name) for name in _named(item) if name in HAND_OVER), default=-1)
+        return item in real, pair, item.get_closest_marker("ends_engines") is not None
+
+    items.sort(key=order)
 
 
 def _small(setup: Setup) -> Setup:

@@ -53,12 +53,15 @@ class Pair:
         """Start those that do not run, and return when both serve. Raises EngineFailed."""
         ended = [engine for engine in self.engines if engine.ended]
         for engine in ended:
+            engine.kill()  # what is left of it
             engine.launch()
         for engine in ended:
             engine.wait_ready()
 
     def close(self) -> None:
         """Stop both and give their ports back."""
+        for engine in self.engines:
+            engine.terminate()
         for engine in self.engines:
             engine.close()
 
@@ -140,8 +143,8 @@ def _with_variables(program: Program, variables: Callable[[Ports], dict[str, str
 
 
 def _sglang(*arguments: str, told: Callable[[Ports], Sequence[str]] = lambda _: ()) -> Program:
-    transfer = ("--dtype", "float32", "--disaggregation-transfer-backend", "mooncake_tcp", *arguments)
-    program = programs.sglang(SGLANG._replace(arguments=transfer))
+    transfer = ("--disaggregation-transfer-backend", "mooncake_tcp", *arguments)
+    program = programs.sglang(SGLANG._replace(arguments=("--dtype", "float32", *transfer)))
     return program._replace(command=lambda setup, ports: [*program.command(setup, ports), *told(ports)])
 
 

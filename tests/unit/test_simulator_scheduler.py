@@ -7,6 +7,7 @@ import random
 import pytest
 
 from engines.simulator.cache import BlockCache, Removed, Stored
+from engines.simulator.handover import Fetch, Handover, Keep, contents
 from engines.simulator.hashes import BlockNamer
 from engines.simulator.scheduler import Limits, Prompt, Scheduler, Sequence
 from engines.simulator.timing import Timing
@@ -20,17 +21,26 @@ WORDS = Words({10: " a", 11: " b", 12: " c"})
 class Played:
     """A scheduler driven without a clock, keeping what it said at each step."""
 
-    def __init__(self, blocks: int = 64, *, tokens: int = 1024, sequences: int = 16, kind: EngineKind = EngineKind.VLLM) -> None:
+    def __init__(
+        self,
+        blocks: int = 64,
+        *,
+        tokens: int = 1024,
+        sequences: int = 16,
+        kind: EngineKind = EngineKind.VLLM,
+        prefix_caching: bool = True,
+    ) -> None:
         sglang = kind is EngineKind.SGLANG
         self.cache = BlockCache(blocks, SIZE, duplicates=not sglang)
         timing = Timing(prefill_tokens_per_s=1000.0, decode_step_s=0.01, decode_sequence_s=0.001, speedup=1.0)
-        self.scheduler = Scheduler(self.cache, timing, Limits(sequences, tokens), WORDS, stores_generated_at_end=sglang)
+        limits = Limits(sequences, tokens)
+        self.scheduler = Scheduler(self.cache, timing, limits, WORDS, stores_generated_at_end=sglang, prefix_caching=prefix_caching)
         self.namer = BlockNamer(kind, SIZE)
         self.time_s = 0.0
         self.steps: list[list[object]] = []
 
-    def submit(self, tokens: list[int], limit: int = 1, salt: str | None = None) -> Sequence:
-        sequence = Sequence(Prompt(tokens, limit, salt=salt), self.namer.chain(salt))
+    def submit(self, tokens: list[int], limit: int = 1, salt: str | None = None, handover: Handover | None = None) -> Sequence:
+        sequence = Sequence(Prompt(tokens, limit, salt=salt, handover=handover), self.namer.chain(salt))
         self.scheduler.submit(sequence)
         return sequence
 
@@ -206,3 +216,122 @@ def test_no_block_is_lost_however_requests_come_and_go(kind: EngineKind) -> None
         played.finish()
         assert played.cache.used == 0
         assert all(sequence.done for sequence in alive)
+
+
+# ---------------------------------------------------------------------------------------------- KV from and for other engines
+
+ELSEWHERE = Fetch("http://h:1", "key")
+
+
+def right(tokens: list[int]) -> tuple[int, ...]:
+    return contents(tokens, SIZE)
+
+
+def test_what_is_fetched_is_neither_computed_nor_found_and_announced_when_it_has_come() -> None:
+    played, tokens = Played(), list(range(10))
+    sequence = played.submit(tokens, limit=2, handover=ELSEWHERE)
+    assert played.step() is None
+    assert played.scheduler.take_to_fetch() == [sequence]
+    assert (played.scheduler.missing(sequence), played.cache.used, played.scheduler.queued) == (3, 3, 1)
+    assert played.scheduler.counters.queries == 0
+    played.scheduler.fetched(sequence, right(tokens), cached=4)
+    (run,) = played.cache.take_changes()
+    assert isinstance(run, Stored)
+    assert len(run.names) == 2
+    played.finish()
+    counters = played.scheduler.counters
+    assert (counters.queries, counters.hits, counters.fetched, counters.generated) == (10, 0, 10, 2)
+    assert (sequence.cached, sequence.spoiled, played.cache.used) == (4, 0, 0)
+    assert played.time_s == pytest.approx(0.001 + 0.011)  # the prompt's last token, and a decode step
+
+
+def test_only_what_is_not_there_is_fetched() -> None:
+    played, tokens = Played(), list(range(10))
+    played.submit(tokens)
+    played.finish()
+    sequence = played.submit(tokens, handover=ELSEWHERE)
+    played.step()
+    assert played.scheduler.missing(sequence) == 1
+    played.scheduler.fetched(sequence, right(tokens)[2:])
+    played.finish()
+    assert (played.scheduler.counters.hits, played.scheduler.counters.fetched, sequence.spoiled) == (8, 2, 0)
+
+
+def test_what_is_not_fetched_after_all_is_computed() -> None:
+    played, tokens = Played(), list(range(10))
+    played.submit(tokens)
+    played.finish()
+    sequence = played.submit(tokens, limit=3, handover=ELSEWHERE)
+    played.step()
+    played.scheduler.unfetched(sequence)
+    played.finish()
+    assert (sequence.generated, played.scheduler.counters.fetched, played.scheduler.counters.hits) == (3, 0, 8)
+
+
+def test_wrong_kv_is_another_text_and_so_it_is_for_whoever_hits_it_later() -> None:
+    tokens, texts = list(range(10)), []
+    for given in (right(tokens), right([9, *tokens[1:]])):
+        played = Played()
+        fetching = played.submit(tokens, limit=8, handover=ELSEWHERE)
+        played.step()
+        played.scheduler.fetched(fetching, given)
+        played.finish()
+        hitting = played.submit(tokens, limit=8)
+        played.finish()
+        texts.append([list(sequence.tokens) for sequence in (fetching, hitting)])
+    assert texts[0][0] != texts[1][0]
+    assert texts[0][0] == texts[0][1]
+    assert texts[1][0] == texts[1][1]
+
+
+def test_a_spoiled_block_is_clean_when_somebody_else_has_taken_it() -> None:
+    played, tokens = Played(blocks=3), list(range(10))
+    sequence = played.submit(tokens, handover=ELSEWHERE)
+    played.step()
+    played.scheduler.fetched(sequence, (0, 0, 0))
+    played.finish()
+    played.submit(list(range(50, 60)))
+    played.finish()
+    again = played.submit(tokens)
+    played.finish()
+    assert (sequence.spoiled != 0, again.spoiled) == (True, 0)
+
+
+def test_blocks_are_kept_until_they_are_forgotten_and_nobody_gets_them_before() -> None:
+    played, tokens = Played(blocks=4), list(range(10))
+    kept = played.submit(tokens, handover=Keep("key"))
+    played.finish()
+    assert (kept.done, played.cache.used, kept in played.scheduler.kept) == (True, 3, True)
+    played.submit(list(range(50, 60)))
+    assert played.step() is None
+    played.scheduler.forget(kept)
+    played.finish()
+    assert (played.cache.used, played.scheduler.counters.finished) == (0, {"length": 2})
+    played.scheduler.forget(kept)  # whoever comes late
+
+
+@pytest.mark.parametrize(("after_stop", "kept"), [(True, 1), (False, 0)])
+def test_an_answer_that_ended_by_itself_is_kept_where_that_does_not_matter(after_stop: bool, kept: int) -> None:
+    played = Played()
+    sequence = Sequence(Prompt([1, 2], 1, "stop", handover=Keep("key", after_stop=after_stop)), played.namer.chain())
+    played.scheduler.submit(sequence)
+    played.finish()
+    assert (len(played.scheduler.kept), played.cache.used) == (kept, kept)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_sequence_that_ends_while_it_fetches_gives_its_blocks_back(fails: bool) -> None:
+    played = Played()
+    sequence = played.submit(list(range(10)), handover=ELSEWHERE)
+    played.step()
+    (played.scheduler.fail if fails else played.scheduler.abort)(sequence)
+    assert (played.cache.used, played.scheduler.queued, played.scheduler.take_to_fetch()) == (0, 0, [])
+    assert (played.scheduler.counters.finished.get("error", 0), played.scheduler.counters.aborted) == (int(fails), int(not fails))
+
+
+def test_without_prefix_caching_nothing_is_found_or_announced() -> None:
+    played = Played(prefix_caching=False)
+    for _ in range(2):
+        played.submit(list(range(10)), limit=5)
+        played.finish()
+    assert (played.scheduler.counters.hits, [change for changes in played.steps for change in changes]) == (0, [])
