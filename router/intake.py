@@ -47,6 +47,8 @@ class Asked(msgspec.Struct):
     """What in the request keeps its ids from being forwarded."""
     kept_at: str | None = None
     """The one engine that can answer, because it keeps the response that this request goes on from."""
+    takes_xargs: bool = False
+    """Whether vLLM's extra arguments may be added: the route has them, and the client gives none of its own."""
 
     def keys(self, engine_id: str, block_size: int) -> list[int]:
         """The prompt's block keys as an engine counts blocks; the same list for engines that share ids and block size."""
@@ -98,7 +100,8 @@ class Intake:
         kept_at = await self._kept_at(parsed, members, headers) if route.path == stored.PATH else None
         request = RoutingRequest(model, count, "" if count else reason, session or parsed.session)
         root = root_seed(self._fleet.adapter(model), parsed.salt) if tokens else 0
-        return Asked(route, body, request, tokens, root, parsed.urgency, {}, barrier(route, parsed), kept_at)
+        takes_xargs = route.takes_xargs and parsed.vllm_xargs is msgspec.UNSET
+        return Asked(route, body, request, tokens, root, parsed.urgency, {}, barrier(route, parsed), kept_at, takes_xargs)
 
     async def _kept_at(self, parsed: openai.ApiBody, members: list[Member], headers: Headers) -> str | None:
         response_id = parsed.goes_on_from

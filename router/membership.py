@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engines.metrics import EngineLoad
     from engines.types import EngineInfo
     from router.caches import Caches
+    from router.calibration import Calibration
     from router.fleet import Fleet
     from router.load import LoadBook
     from router.pool import EnginePool
@@ -47,6 +48,7 @@ class Membership:
         fleet: Fleet,
         caches: Caches,
         load: LoadBook,
+        calibration: Calibration,
         relay: Follower,
         mirror: Mirror,
         prompts: PromptBook,
@@ -60,6 +62,7 @@ class Membership:
         self._fleet = fleet
         self._caches = caches
         self._load = load
+        self._calibration = calibration
         self._relay = relay
         self._mirror = mirror
         self._prompts = prompts
@@ -100,6 +103,7 @@ class Membership:
         for endpoint in info.endpoints:
             self._caches.discard(endpoint)
             self._load.forget(endpoint)
+            self._calibration.forget(endpoint)
         pool = self.lines.pop(info.id).pool
         pool.close()
         self._leaving.append(pool)

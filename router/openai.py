@@ -65,6 +65,7 @@ class ApiBody(ChatFields, kw_only=True):
     routed_dp_rank: Field = UNSET
     data_parallel_rank: Field = UNSET
     disagg_prefill_dp_rank: Field = UNSET
+    vllm_xargs: Field = UNSET
 
     def prompt_bytes(self) -> int:
         """How long everything is that could be a prompt, as JSON."""
@@ -144,6 +145,17 @@ def strip(body: bytes) -> bytes:
     for name in STRIPPED:
         fields.pop(name, None)
     return msgspec.json.encode(fields)
+
+
+def add_field(body: bytes, name: str, value: object) -> bytes:
+    """The same body, an object that has no such field, with this one behind the others, which keep their bytes.
+
+    >>> add_field(b'{"model": "m" }', "seed", 1)
+    b'{"model": "m" ,"seed":1}'
+    """
+    end = body.rindex(b"}")
+    comma = b"" if body[:end].rstrip().endswith(b"{") else b","
+    return b"%b%b%b:%b}" % (body[:end], comma, msgspec.json.encode(name), msgspec.json.encode(value))
 
 
 class Prompt(msgspec.Struct, frozen=True):
