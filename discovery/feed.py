@@ -95,7 +95,7 @@ class FeedCopy(Protocol):
 class Feed:
     """One endpoint's stream in this relay's life."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what is known of the engine, and who is told
         self,
         endpoint: Endpoint,
         block_size: int | None,
@@ -208,7 +208,9 @@ class Feed:
         event(_log, logging.WARNING, "KV events lost; endpoint cleared", endpoint=str(self.endpoint), first=first, last=last)
         self._counts.losses += 1
         self._counts.lost += last - first + 1
-        self._become_partial(f"batches {first} to {last} could not be replayed; what the engine stored before is learned again as it is used")
+        self._become_partial(
+            f"batches {first} to {last} could not be replayed; what the engine stored before is learned again as it is used"
+        )
         self._renew()
         self.beacon()
 

@@ -169,4 +169,3 @@ async def test_sglang_tells_nothing_again_and_its_hits_are_known_from_use() -> N
                 await router.chat(prompt(fresh))
                 await learned(router, engine, fresh)
             assert (await router.chat(prompt("fresh0-"))).reason == "kv"
-
