@@ -82,7 +82,7 @@ class Membership:
         self._fleet.add(info)
         self.lines[info.id] = Line(info, self._timeouts, pass_clients_key=self._pass_clients_keys)
         for endpoint in info.endpoints:
-            self._caches.add(endpoint, info.total_blocks)
+            self._caches.add(endpoint, None if info.total_blocks is None else max(info.total_blocks, info.host_blocks or 0))
         self._relay.follow(info)  # first: what this process follows itself, its mirror need not ask for
         self._mirror.expect(info)
         self._joining[info.id] = self._group.create_task(self._admit(info), name=f"admit {info.id}")

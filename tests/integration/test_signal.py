@@ -10,6 +10,7 @@ import pytest
 
 from discovery.signal import AGREEMENTS
 from engines.simulator.engine import SimulatedEngine
+from engines.simulator.faults import Answer as Answers
 from engines.types import EngineKind
 from tests.rig import Router, asked, fleet, prompt, routing
 from tests.waiting import until
@@ -169,3 +170,51 @@ async def test_sglang_tells_nothing_again_and_its_hits_are_known_from_use() -> N
                 await router.chat(prompt(fresh))
                 await learned(router, engine, fresh)
             assert (await router.chat(prompt("fresh0-"))).reason == "kv"
+
+
+async def compared(router: Router, by: str) -> dict[str, float]:
+    """What the calibration says so far."""
+    sources = {source: await router.metric("router_cached_tokens_total", by=by, source=source) for source in ("predicted", "reported")}
+    return sources | {kind: await router.metric("router_cached_tokens_error_total", by=by, kind=kind) for kind in ("missing", "unforeseen")}
+
+
+async def test_what_was_believed_is_compared_with_what_the_engine_reports() -> None:
+    async with fleet(1) as (engine,), routing([engine]) as router:
+        await router.chat(prompt("a"))
+        await learned(router, engine, "a")
+        again = await router.chat(prompt("a"))
+        assert await compared(router, "kv") == {
+            "predicted": again.cached_tokens, "reported": again.cached_tokens, "missing": 0, "unforeseen": 0
+        }  # fmt: skip
+        assert await router.metric("router_cached_tokens_total", by="predicted") == 0
+
+
+async def test_R32_predictions_for_a_cache_ten_times_what_the_engine_says_are_within_a_tenth_of_its_reports() -> None:
+    """The engine says that it has 64 blocks, and keeps 704: as one does with a tier of host memory that its metrics page is silent about."""
+    names = [f"{number}-" for number in range(16)]
+    async with fleet(1, kv_events=False, kv_blocks=704) as (engine,):
+        page = b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="64"} 1.0\n'
+        engine.faults.add(Answers(200, page, (("Content-Type", "text/plain; version=0.0.4"),)), path="/metrics", times=None)
+        async with routing([engine]) as router:
+            for _ in range(8):
+                for name in names:
+                    await router.chat(prompt(name, 40))
+            before = await compared(router, "predicted")
+            for name in names:
+                answer = await router.chat(prompt(name, 40))
+                assert (answer.reason, answer.signal) == ("predicted", "blind")
+            after = await compared(router, "predicted")
+    gained = {key: after[key] - before[key] for key in after}
+    assert gained["reported"] > 16 * 64
+    assert gained["missing"] + gained["unforeseen"] < 0.1 * gained["reported"], gained
+
+
+async def test_an_engine_that_finds_nothing_of_what_it_has_just_computed_is_predicted_nothing() -> None:
+    async with fleet(1, kv_events=False) as (engine,), routing([engine]) as router:
+        await router.chat(prompt("a"))
+        await router.chat(prompt("b"))
+        engine.cache.clear()
+        lost = await router.chat(prompt("b"))
+        assert lost.overlap_tokens > lost.cached_tokens == 0
+        assert await router.metric("router_predicted_blocks") == 0
+        assert (await router.chat(prompt("b"))).overlap_tokens == 0
