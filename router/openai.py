@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import operator
 import re
-from typing import Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import parse_qs
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from router.prompts.chat import ChatFields
 
@@ -111,6 +111,7 @@ class ApiBody(ChatFields, kw_only=True):
 _to_strip = operator.attrgetter(*STRIPPED)
 _NONE_TO_STRIP: Final = (UNSET,) * len(STRIPPED)
 _decoder = msgspec.json.Decoder(ApiBody)
+_ids_decoder = msgspec.json.Decoder(list[Annotated[int, Meta(ge=0, le=2**32 - 1)]])
 _object_decoder = msgspec.json.Decoder(dict[str, Raw])
 _MULTIPART_MODEL: Final = re.compile(rb'name="model"(?:\r\n[^\r\n]+)*\r\n\r\n([^\r\n]*)\r\n')
 
@@ -181,8 +182,13 @@ def generate_prompt(body: ApiBody) -> Prompt | None:
 def _prompt(field: Field) -> Prompt | None:
     if isinstance(field, UnsetType):
         return None
-    value: Any = msgspec.json.decode(field)
-    if isinstance(value, list) and value and not isinstance(value[0], int):
+    try:
+        ids = _ids_decoder.decode(field)
+    except msgspec.ValidationError:
+        value: Any = msgspec.json.decode(field)
+    else:
+        return Prompt(ids=ids) if ids else None
+    if isinstance(value, list) and value:
         value = value[0]
     if isinstance(value, str):
         return Prompt(text=value)
