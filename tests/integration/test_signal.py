@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable
 
@@ -89,6 +90,33 @@ async def test_what_cannot_be_replayed_is_learned_from_use_and_live_again_when_h
             assert (await router.chat(prompt("b"))).signal == "partial"
             await learned(router, engine, "b")
         assert changes(caplog.records) == [("partial", True), ("live", False), ("partial", True)]
+
+
+async def test_R3_an_engine_that_says_where_its_events_are_and_never_sends_one_is_named_blind_within_ten_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    loop = asyncio.get_running_loop()
+    async with fleet(1) as (live,), fleet(1) as (silent,):
+        silent.faults.kv.muted = True
+        async with routing([live, silent]) as router:
+            began = loop.time()
+
+            async def blind() -> bool:
+                await router.chat(prompt(f"{loop.time()}"))
+                return await router.metric("router_signal_state", engine=silent.url, state="blind") == 1
+
+            await until(blind, what="the silence is noticed")
+            assert loop.time() - began < 10
+            sent = [len(asked(engine, CHAT)) for engine in (live, silent)]
+            answers = [await router.chat(prompt(f"p{number}-")) for number in range(30)]
+            gained = [len(asked(engine, CHAT)) - before for engine, before in zip((live, silent), sent, strict=True)]
+            assert min(gained) >= 10, "neither starved nor flooded"
+            number = max(number for number, answer in enumerate(answers) if answer.engine == silent.url)
+            again = await router.chat(prompt(f"p{number}-"))
+            assert (again.engine, again.reason, again.signal) == (silent.url, "predicted", "blind")
+            assert again.cached_tokens == again.overlap_tokens > 0
+    assert changes(caplog.records) == [("blind", True)]
 
 
 async def test_told_again_is_not_stored_again() -> None:

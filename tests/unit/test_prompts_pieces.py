@@ -22,7 +22,7 @@ class Counted:
     def __init__(self) -> None:
         self.chars = 0
 
-    def __call__(self, text: str, special: bool) -> bytes:  # noqa: FBT001  as both libraries' wrappers
+    def __call__(self, text: str, special: bool) -> bytes:
         self.chars += len(text)
         return ids(f"[{text}]" if special else text)
 
@@ -55,7 +55,7 @@ def test_M11_a_text_that_has_grown_is_encoded_from_its_last_piece_on(special: bo
 def test_the_ids_of_pieces_are_those_of_the_whole(source: bytes, special: bool) -> None:
     slow = reference(source)
 
-    def encode(text: str, special: bool) -> bytes:  # noqa: FBT001  as above
+    def encode(text: str, special: bool) -> bytes:
         return pack(slow.encode(text, add_special_tokens=special).ids)
 
     pieces = trusted(Pieces(encode, PIECE, ()))
