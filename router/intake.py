@@ -7,9 +7,11 @@ from typing import Final
 import msgspec
 
 from engines.blocks import block_keys, pack_tokens, root_seed
+from engines.types import EngineKind
 from router import openai, stored
 from router.exchange import Headers
 from router.fleet import Fleet, Member
+from router.prompts import conversion
 from router.prompts.book import PromptBook, Tokens
 from router.prompts.errors import NotRenderable, PromptRejected
 from router.routes import PromptForm, Route
@@ -144,6 +146,8 @@ class Intake:
         try:
             if route.form is PromptForm.CHAT:
                 prompt = await self._prompts.tokens_chat(engines, parsed, body)
+            elif route.form in conversion.FORMS:
+                return await self._converted(route, parsed, members, body)
             else:
                 plain = openai.completion_prompt(parsed) if route.form is PromptForm.COMPLETION else openai.generate_prompt(parsed)
                 if plain is None:
@@ -153,6 +157,18 @@ class Intake:
                 prompt = await self._prompts.tokens_text(engines, plain.text or "", add_special_tokens=parsed.wants_special_tokens)
         except NotRenderable as error:
             return {}, error.reason
+        return prompt.tokens, next(iter(prompt.reasons.values()), "")
+
+    async def _converted(self, route: Route, parsed: openai.ApiBody, members: list[Member], body: bytes) -> tuple[dict[str, Tokens], str]:
+        """The ids of a prompt that vLLM makes a chat of. Raises `NotRenderable`."""
+        engines = [member.info.id for member in members if member.info.kind is EngineKind.VLLM]
+        if not engines:
+            return {}, f"what SGLang makes of {route.path} is not known here"
+        try:
+            fields = conversion.chat_of(route.form, parsed, body)
+            prompt = await self._prompts.tokens_chat(engines, fields, route.form.value.encode() + body)
+        except PromptRejected as error:  # the engine's own answer is the client's: it speaks this API
+            return {}, f"the model's chat template rejects this conversation: {error.message}"
         return prompt.tokens, next(iter(prompt.reasons.values()), "")
 
 

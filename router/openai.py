@@ -66,10 +66,11 @@ class ApiBody(ChatFields, kw_only=True):
     data_parallel_rank: Field = UNSET
     disagg_prefill_dp_rank: Field = UNSET
     vllm_xargs: Field = UNSET
+    input: Field = UNSET
 
     def prompt_bytes(self) -> int:
         """How long everything is that could be a prompt, as JSON."""
-        plain = (self.prompt, self.text, self.input_ids, self.token_ids)
+        plain = (self.prompt, self.text, self.input_ids, self.token_ids, self.input)
         return ChatFields.prompt_bytes(self) + sum(len(memoryview(field)) for field in plain if isinstance(field, Raw))
 
     @property

@@ -26,6 +26,10 @@ class PromptForm(enum.Enum):
     """`prompt`: text, token ids, or a list of either."""
     GENERATE = "generate"
     """SGLang's `text` or `input_ids`; vLLM's `token_ids`."""
+    MESSAGES = "messages"
+    """Anthropic's Messages API: read where vLLM serves it."""
+    RESPONSES = "responses"
+    """OpenAI's Responses API: likewise."""
     UNREAD = "unread"
     """Not read: such requests are routed by load alone."""
 
@@ -50,8 +54,8 @@ class Route(msgspec.Struct, frozen=True):
 _ROUTES: Final = (
     Route("/v1/chat/completions", PromptForm.CHAT, takes_xargs=True),
     Route("/v1/completions", PromptForm.COMPLETION, takes_xargs=True),
-    Route("/v1/responses", takes_xargs=True),
-    Route("/v1/messages", takes_xargs=True),
+    Route("/v1/responses", PromptForm.RESPONSES, takes_xargs=True),
+    Route("/v1/messages", PromptForm.MESSAGES, takes_xargs=True),
     Route("/v1/messages/count_tokens"),
     Route("/v1/embeddings"),
     Route("/v1/rerank"),
