@@ -227,6 +227,29 @@ async def test_R36_equal_prompts_that_arrive_while_the_first_is_prefilling_do_no
         assert {answer.reason for answer in answers} == {"no_shared_prefix", "in_flight"}
 
 
+async def test_R18_a_conversation_is_found_in_whichever_form_it_comes_back_or_says_why_not() -> None:
+    text = prompt("a")
+    message = {"role": "user", "content": text}
+    forms: dict[str, dict[str, object]] = {
+        "/v1/chat/completions": {"messages": [message]},
+        "/v1/messages": {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}], "max_tokens": 1},
+        "/v1/responses": {"input": [{"role": "user", "content": [{"type": "input_text", "text": text}]}]},
+    }
+    for kind in EngineKind:
+        async with fleet(1, kind=kind) as (engine,), routing([engine]) as router:
+            await router.chat(text)
+            await holds(router, engine.url, text)
+            for path, body in forms.items():
+                told = (await router.post(f"/route?path={path}", {"model": "sim"} | body)).json
+                if kind is EngineKind.VLLM or path == "/v1/chat/completions":
+                    assert (told["reason"], told["overlap_tokens"] > 0) == ("kv", True), (path, told)
+                else:
+                    assert (told["reason"], told["untokenizable"]) == ("untokenizable", f"what SGLang makes of {path} is not known here")
+            strange = {"model": "sim", "input": 7, "messages": [[message]], "system": {"a": 1}}
+            for path in forms:
+                assert (await router.post(f"/route?path={path}", strange)).json["reason"] == "untokenizable"
+
+
 @pytest.mark.parametrize("tail_words", [20])
 async def test_R20_one_prefix_with_distinct_tails_is_reused_and_still_spread(tail_words: int) -> None:
     """Reuse is what the engines count; pinned to one of them, all but the first prompt would find the prefix."""
