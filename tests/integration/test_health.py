@@ -230,7 +230,7 @@ async def test_R24_requests_to_any_path_are_spread_and_counted_alike(policy: str
     """Whether the policy can read their prompts, and whether the engine knows the path at all."""
     routes = [route for route in INFERENCE.values() if not route.websocket and EngineKind.VLLM in route.engines]
     assert len(routes) > 15
-    async with fleet(4) as engines, routing(engines, policy=policy) as router:
+    async with fleet(4) as engines, routing(engines, policy=policy, probe_timeout_s=30.0) as router:
         for route in routes:
             for engine in engines:
                 engine.faults.add(Delay(60.0), path=route.path, times=None)
