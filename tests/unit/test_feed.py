@@ -131,6 +131,7 @@ def partial(turnover: int | None = None, *, replays: bool = True) -> Sent:
         Endpoint("http://e:1"), None, lambda: f"life.{next(numbers)}", sent.messages.append, replays=replays, turnover=turnover
     )
     sent.feed.restarted("joined")
+    sent.feed.caught_up()
     if replays:
         sent.batch(stored(100, 1, 2))
         sent.feed.lost(1, 3)
