@@ -98,7 +98,7 @@ async def routed(intake: Intake, form: str, body: bytes) -> tuple[Asked, float]:
 @pytest.mark.parametrize("form", ["chat", "text"])
 async def test_M11_one_more_turn_costs_a_fifth_of_the_first_at_most(intake: Intake, form: str) -> None:
     ratios = []
-    for seed in range(3):
+    for seed in range(5):
         conversation = Conversation(form, seed)
         _, first = await routed(intake, form, conversation.body())
         for _ in range(2):
