@@ -64,13 +64,14 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     salt: str | None = None
     session: str | None = None
+    tells_hits: bool = False
     request_id: str = ""
 
     def sequences(self, adapter: str | None, output_tokens: int, seed: int) -> list[Prompt]:
         """One prompt for each sample of each prompt, in the order of their choices."""
         limit, ending = (output_tokens, "stop") if self.limit is None else (self.limit, "length")
         return [
-            Prompt(tokens, limit, ending, seed + self.seed + sample, self.salt, adapter, self.session)
+            Prompt(tokens, limit, ending, seed + self.seed + sample, self.salt, adapter, self.session, self.tells_hits)
             for tokens in self.prompts
             for sample in range(self.samples)
         ]
@@ -92,6 +93,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     session_id: str | None = None
     rid: str | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
 
 class _Chat(_Common, frozen=True, kw_only=True):
@@ -239,6 +241,7 @@ class Reader:
             seed=asked.seed or 0,
             salt=asked.cache_salt,
             session=asked.session_id,
+            tells_hits=self._kind is EngineKind.VLLM and (asked.vllm_xargs or {}).get("kv_cache_report_mode") == "full",
             request_id=asked.rid or "",
         )
 
