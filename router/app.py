@@ -37,6 +37,7 @@ from router.admission import QueueLimits
 from router.answers import Answers
 from router.beginning import Beginning
 from router.caches import Caches
+from router.calibration import Calibration
 from router.census import Census
 from router.chooser import Chooser
 from router.disagg import StaticRule
@@ -133,9 +134,10 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         prompts = PromptBook(tokenizer=settings.tokenizer)
         whereabouts = Whereabouts(session, pass_clients_keys=guards.door is None)
         intake = Intake(fleet, prompts, whereabouts, session_header=settings.session_header.lower().encode(), tokenize=scheduler.uses_cache)
+        calibration = Calibration()
         static = StaticRule(settings.eff_isl_threshold, settings.eff_isl_ratio_threshold)
         pairing = Pairing(DisaggRules(settings.disagg, static, enforce=settings.without_prefill == "enforce"))
-        chooser = Chooser(fleet, caches, load, scheduler, mirror, pairing=pairing, clock=clock)
+        chooser = Chooser(fleet, caches, load, scheduler, mirror, calibration, pairing=pairing, clock=clock)
 
         group = await stack.enter_async_context(cancelled_at_exit())
         membership = Membership(
@@ -143,6 +145,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             caches=caches,
             load=load,
             pairing=pairing,
+            calibration=calibration,
             relay=relay if sharing is None else sharing,
             mirror=mirror,
             prompts=prompts,
@@ -190,6 +193,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
                 caches=caches,
                 load=load,
                 pairing=pairing,
+                calibration=calibration,
                 mirror=mirror,
                 monitor=monitor,
                 relay=relay,

@@ -7,9 +7,11 @@ from typing import Final
 import msgspec
 
 from engines.blocks import block_keys, pack_tokens, root_seed
+from engines.types import EngineKind
 from router import openai, stored
 from router.exchange import Headers
 from router.fleet import Fleet, Member
+from router.prompts import conversion
 from router.prompts.book import PromptBook, Tokens
 from router.prompts.errors import NotRenderable, PromptRejected
 from router.routes import PromptForm, Route
@@ -49,6 +51,8 @@ class Asked(msgspec.Struct):
     """The one engine that can answer, because it keeps the response that this request goes on from."""
     read: dict[str, msgspec.Raw] | None = None
     """The body's fields, where they have been asked for."""
+    takes_xargs: bool = False
+    """Whether vLLM's extra arguments may be added: the route has them, and the client gives none of its own."""
 
     def fields(self) -> dict[str, msgspec.Raw]:
         """The body's fields, each as it came; read on the first call."""
@@ -106,7 +110,8 @@ class Intake:
         kept_at = await self._kept_at(parsed, members, headers) if route.path == stored.PATH else None
         request = RoutingRequest(model, count, "" if count else reason, session or parsed.session)
         root = root_seed(self._fleet.adapter(model), parsed.salt) if tokens else 0
-        return Asked(route, body, request, tokens, root, parsed.urgency, {}, barrier(route, parsed), kept_at)
+        takes_xargs = route.takes_xargs and parsed.vllm_xargs is msgspec.UNSET
+        return Asked(route, body, request, tokens, root, parsed.urgency, {}, barrier(route, parsed), kept_at, takes_xargs)
 
     async def _kept_at(self, parsed: openai.ApiBody, members: list[Member], headers: Headers) -> str | None:
         response_id = parsed.goes_on_from
@@ -149,6 +154,8 @@ class Intake:
         try:
             if route.form is PromptForm.CHAT:
                 prompt = await self._prompts.tokens_chat(engines, parsed, body)
+            elif route.form in conversion.FORMS:
+                return await self._converted(route, parsed, members, body)
             else:
                 plain = openai.completion_prompt(parsed) if route.form is PromptForm.COMPLETION else openai.generate_prompt(parsed)
                 if plain is None:
@@ -158,6 +165,18 @@ class Intake:
                 prompt = await self._prompts.tokens_text(engines, plain.text or "", add_special_tokens=parsed.wants_special_tokens)
         except NotRenderable as error:
             return {}, error.reason
+        return prompt.tokens, next(iter(prompt.reasons.values()), "")
+
+    async def _converted(self, route: Route, parsed: openai.ApiBody, members: list[Member], body: bytes) -> tuple[dict[str, Tokens], str]:
+        """The ids of a prompt that vLLM makes a chat of. Raises `NotRenderable`."""
+        engines = [member.info.id for member in members if member.info.kind is EngineKind.VLLM]
+        if not engines:
+            return {}, f"what SGLang makes of {route.path} is not known here"
+        try:
+            fields = conversion.chat_of(route.form, parsed, body)
+            prompt = await self._prompts.tokens_chat(engines, fields, route.form.value.encode() + body)
+        except PromptRejected as error:  # the engine's own answer is the client's: it speaks this API
+            return {}, f"the model's chat template rejects this conversation: {error.message}"
         return prompt.tokens, next(iter(prompt.reasons.values()), "")
 
 

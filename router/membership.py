@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from engines.metrics import EngineLoad
     from engines.types import EngineInfo
     from router.caches import Caches
+    from router.calibration import Calibration
     from router.fleet import Fleet
     from router.load import LoadBook
     from router.pairing import Pairing
@@ -55,6 +56,7 @@ class Membership:
         caches: Caches,
         load: LoadBook,
         pairing: Pairing,
+        calibration: Calibration,
         relay: Follower,
         mirror: Mirror,
         prompts: PromptBook,
@@ -69,6 +71,7 @@ class Membership:
         self._caches = caches
         self._load = load
         self._pairing = pairing
+        self._calibration = calibration
         self._relay = relay
         self._mirror = mirror
         self._prompts = prompts
@@ -88,7 +91,7 @@ class Membership:
         self._fleet.add(info)
         self.lines[info.id] = Line(info, self._timeouts, pass_clients_key=self._pass_clients_keys)
         for endpoint in info.endpoints:
-            self._caches.add(endpoint, info.total_blocks)
+            self._caches.add(endpoint, None if info.total_blocks is None else max(info.total_blocks, info.host_blocks or 0))
         self._relay.follow(info)  # first: what this process follows itself, its mirror need not ask for
         self._mirror.expect(info)
         self._joining[info.id] = self._group.create_task(self._admit(info), name=f"admit {info.id}")
@@ -110,6 +113,7 @@ class Membership:
             self._caches.discard(endpoint)
             self._load.forget(endpoint)
             self._pairing.forget(endpoint)
+            self._calibration.forget(endpoint)
         pool = self.lines.pop(info.id).pool
         pool.close()
         self._leaving.append(pool)
