@@ -49,10 +49,10 @@ class Asked(msgspec.Struct):
     """What in the request keeps its ids from being forwarded."""
     kept_at: str | None = None
     """The one engine that can answer, because it keeps the response that this request goes on from."""
-    read: dict[str, msgspec.Raw] | None = None
-    """The body's fields, where they have been asked for."""
     takes_xargs: bool = False
     """Whether vLLM's extra arguments may be added: the route has them, and the client gives none of its own."""
+    read: dict[str, msgspec.Raw] | None = None
+    """The body's fields, where they have been asked for."""
 
     def fields(self) -> dict[str, msgspec.Raw]:
         """The body's fields, each as it came; read on the first call."""
