@@ -30,6 +30,7 @@ from discovery.logs import event
 from discovery.messages import SnapshotRequest, StreamMessage
 from discovery.subjects import Subjects
 from engines.subscriber import KvSubscriber, SubscriberCounts
+from engines.turns import Turns
 from engines.types import Endpoint, EngineInfo, KvSource
 from engines.vllm import tells_again
 
@@ -98,6 +99,7 @@ class Relay:
         self._context = context
         self._local = local
         self._alone = alone
+        self._turns = Turns()
         self._beacon_period_s = beacon_period_s
         self._followed: dict[Endpoint, _Followed] = {}
         self._ended: list[asyncio.Task[None]] = []
@@ -207,7 +209,7 @@ class Relay:
         followed.brought_at = time.monotonic()
         while True:
             try:
-                await KvSubscriber(self._context, followed.source, followed.feed, counts=followed.counts).run()
+                await KvSubscriber(self._context, followed.source, followed.feed, counts=followed.counts, turns=self._turns).run()
             except Exception:  # noqa: BLE001  see above; it is logged whole, shown in the signal, and counted
                 _log.exception("following KV events failed", extra={"fields": {"endpoint": str(followed.feed.endpoint)}})
                 followed.feed.crashed("reading its events failed; the relay's log says how")
@@ -265,6 +267,7 @@ class Relay:
                 for chunk in followed.feed.snapshot():
                     await self._bus.room()
                     self._bus.publish(reply, _encode(chunk))
+                    await asyncio.sleep(0)  # while there is room, nothing above waits
 
 
 def _epochs() -> Callable[[], str]:

@@ -68,8 +68,10 @@ if TYPE_CHECKING:
     from router.settings import AdmissionSettings, ServeSettings
 
 SWEEP_PERIOD_S = 0.25
-SWEEP_ENTRIES = 20_000
-"""About 2 ms of work a period."""
+SWEEP_ENTRIES = 2_000
+"""A millisecond of work; then everything else has its turn."""
+SWEEPS = 10
+"""In a period."""
 
 GC_THRESHOLD = (20_000, 20, 50)
 """Requests leave next to nothing for the collector to find, so it need not look after every 700 objects."""
@@ -266,7 +268,10 @@ async def _keep_house(caches: Caches, load: LoadBook, membership: Membership, ro
     while True:
         await asyncio.sleep(SWEEP_PERIOD_S)
         membership.sweep()
-        caches.sweep(SWEEP_ENTRIES)
+        for _ in range(SWEEPS):
+            if caches.sweep(SWEEP_ENTRIES) < SWEEP_ENTRIES:
+                break
+            await asyncio.sleep(0)
         caches.expire(clock(), SWEEP_ENTRIES)
         load.sweep(SWEEP_ENTRIES)
         roster.sweep()

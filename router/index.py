@@ -26,7 +26,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import compress, count, repeat
+from itertools import compress, count
 
 import msgspec
 
@@ -513,7 +513,7 @@ def _common_end(run: bytes, data: bytes, end: int) -> int:
 def _note(depths: dict[int, int], mask: int, depth: int) -> None:
     """Write `depth` for every slot in `mask`."""
     if mask.bit_count() >= _MANY:
-        depths.update(zip(_slots_of(mask), repeat(depth)))
+        depths.update(dict.fromkeys(_slots_of(mask), depth))
         return
     while mask:
         lowest = mask & -mask
