@@ -123,7 +123,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         context = stack.enter_context(zmq.asyncio.Context())
 
         fleet, metrics = Fleet(_share(settings.admission.max_active_requests, 1 if part is None else part.processes)), Metrics()
-        caches, load = Caches(predicted_ttl_s=settings.predicted_ttl_s), LoadBook()
+        caches, load = Caches(settings.index_max_blocks, settings.predicted_ttl_s), LoadBook()
         mirror = Mirror(bus, settings.namespace, caches, blind_after_s=settings.blind_after_s)
         relay = KvRelay(bus, settings.namespace, context, local=mirror, alone=broker is not None)
         sharing = peers = None

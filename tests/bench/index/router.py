@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections.abc import Sequence
 
 import zmq.asyncio
@@ -17,6 +18,7 @@ from router.caches import Caches
 from tests.bench.index.watch import Watch
 
 NAMESPACE = "bench"
+logging.getLogger("discovery").setLevel(logging.ERROR)  # 256 engines that join, fall behind and leave: the numbers say it shorter
 LOOK_S = 0.02
 
 
