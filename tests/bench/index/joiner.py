@@ -43,10 +43,7 @@ async def serve(url: str, ports: list[int], blocks: int) -> None:
                         **router.watch.take(),
                     }
                 case "state":
-                    counts = router.mirror.stats().values()
-                    answer = {"blocks": router.blocks(), "resynced": sum(count.snapshots for count in counts) - len(router.endpoints)}
-                case "wrong":
-                    answer = router.wrong(command["samples"])
+                    answer = {"blocks": router.blocks(), "wrong": router.wrong(command["samples"])}
             _say(answer)
         for task in running:
             task.cancel()
