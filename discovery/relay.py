@@ -103,7 +103,8 @@ class Relay:
         self._beacon_period_s = beacon_period_s
         self._followed: dict[Endpoint, _Followed] = {}
         self._ended: list[asyncio.Task[None]] = []
-        self._wanted: dict[tuple[Endpoint, str], None] = {}
+        self._wanted: dict[str, tuple[Endpoint, str]] = {}
+        """Who asks for what → whose snapshot goes where. Who asks again keeps its place in line, and only its last question is answered."""
         self._changed = asyncio.Event()
         self._asked = asyncio.Event()
         self._flush_at: asyncio.TimerHandle | None = None
@@ -242,14 +243,15 @@ class Relay:
     def _on_request(self, subject: str, payload: bytes, reply: str) -> None:
         del subject
         try:
-            wanted = (_requests.decode(payload).endpoint, reply)
+            endpoint = _requests.decode(payload).endpoint
         except msgspec.MsgspecError:
             self.rejected += 1
             return
-        if not reply or (wanted not in self._wanted and len(self._wanted) >= MAX_REQUESTS):
+        asker = reply.rpartition(".")[0]  # the rest is the number of its question
+        if not reply or (asker not in self._wanted and len(self._wanted) >= MAX_REQUESTS):
             self.rejected += 1
             return
-        self._wanted[wanted] = None
+        self._wanted[asker] = endpoint, reply
         self._asked.set()
 
     async def _answer(self) -> None:
@@ -258,8 +260,7 @@ class Relay:
             await self._asked.wait()
             self._asked.clear()
             while self._wanted:
-                endpoint, reply = next(iter(self._wanted))
-                del self._wanted[endpoint, reply]
+                endpoint, reply = self._wanted.pop(next(iter(self._wanted)))
                 followed = self._followed.get(endpoint)
                 if followed is None or not followed.feed.complete:
                     continue  # whoever asked hears of it when it is
