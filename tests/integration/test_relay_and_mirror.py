@@ -262,6 +262,23 @@ async def test_S17_a_snapshot_over_one_mebibyte_passes_the_broker_s_limit() -> N
             assert index.keys(engine.endpoint) == engine.held
 
 
+async def test_of_questions_that_wait_in_line_only_the_last_of_each_mirror_is_answered() -> None:
+    async with fleet() as made, ToyEngine() as engine, made.mirror(engine.info()) as (mirror, index), connected(made.url, "asks") as asks:
+        made.relay.follow(engine.info())
+        engine.serve(prompt(1, 4))
+        await copied(mirror, index, engine)
+        subjects, answered = Subjects(NAMESPACE), []
+        asks.subscribe(f"{NAMESPACE}.reply.>", lambda subject, payload, reply: answered.append(subject))
+        await asks.flush()
+        questions = [subjects.reply(name, engine.endpoint, attempt) for attempt in (1, 2, 3) for name in ("one", "other")]
+        for reply in questions:  # in one go: none is answered before the last is asked
+            made.relay._on_request("", ENCODE(SnapshotRequest(engine.endpoint)), reply)
+        await until(lambda: len(answered) >= 2)
+        await made.bus.flush()
+        await asks.flush()
+        assert answered == questions[-2:]
+
+
 async def test_one_step_that_stores_more_than_a_message_holds_is_split_and_whole() -> None:
     async with fleet() as made, ToyEngine() as engine, made.mirror(engine.info()) as (mirror, index):
         made.relay.follow(engine.info())
