@@ -146,12 +146,7 @@ class Relay:
                 tasks.create_task(self._answer(), name="relay snapshots")
                 tasks.create_task(self._look(), name="relay joins")
                 while True:
-                    for ended in self._ended:
-                        ended.cancel()
-                    self._ended.clear()
-                    for endpoint, followed in self._followed.items():
-                        if followed.task is None:
-                            followed.task = tasks.create_task(self._pull(followed), name=f"kv events {endpoint}")
+                    self._begin_and_end(tasks)
                     self._changed.clear()
                     await self._changed.wait()
         finally:
@@ -192,7 +187,16 @@ class Relay:
             self._local.detach(endpoint)
         if followed.task is not None:
             self._ended.append(followed.task)
+            followed.task = None  # which knows, by how it ended, all that it was about: a cycle, and the memory of a whole cache in it
         self._changed.set()
+
+    def _begin_and_end(self, tasks: asyncio.TaskGroup) -> None:
+        for ended in self._ended:
+            ended.cancel()
+        self._ended.clear()
+        for endpoint, followed in self._followed.items():
+            if followed.task is None:
+                followed.task = tasks.create_task(self._pull(followed), name=f"kv events {endpoint}")
 
     def _flush_soon(self) -> None:
         """At once when nothing was sent just now, else together with what comes until then."""
@@ -260,15 +264,17 @@ class Relay:
             await self._asked.wait()
             self._asked.clear()
             while self._wanted:
-                endpoint, reply = self._wanted.pop(next(iter(self._wanted)))
-                followed = self._followed.get(endpoint)
-                if followed is None or not followed.feed.complete:
-                    continue  # whoever asked hears of it when it is
-                followed.feed.beacon()  # whoever asks has not heard the last one
-                for chunk in followed.feed.snapshot():
-                    await self._bus.room()
-                    self._bus.publish(reply, _encode(chunk))
-                    await asyncio.sleep(0)  # while there is room, nothing above waits
+                await self._send_snapshot(*self._wanted.pop(next(iter(self._wanted))))
+
+    async def _send_snapshot(self, endpoint: Endpoint, reply: str) -> None:
+        followed = self._followed.get(endpoint)
+        if followed is None or not followed.feed.complete:
+            return  # whoever asked hears of it when it is
+        followed.feed.beacon()  # whoever asks has not heard the last one
+        for chunk in followed.feed.snapshot():
+            await self._bus.room()
+            self._bus.publish(reply, _encode(chunk))
+            await asyncio.sleep(0)  # while there is room, nothing above waits
 
 
 def _epochs() -> Callable[[], str]:

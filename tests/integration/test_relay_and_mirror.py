@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import random
 import signal
 import time
+import weakref
 
 import msgspec
 import pytest
@@ -260,6 +262,20 @@ async def test_S17_a_snapshot_over_one_mebibyte_passes_the_broker_s_limit() -> N
             await until(lambda: mirror.ready(engine.endpoint), deadline_s=60)
             assert len(index.held[engine.endpoint]) == blocks
             assert index.keys(engine.endpoint) == engine.held
+
+
+async def test_what_was_known_of_an_engine_that_left_is_gone_without_a_garbage_collection() -> None:
+    async with fleet() as made, ToyEngine() as engine, made.mirror(engine.info()) as (mirror, index):
+        made.relay.follow(engine.info())
+        engine.serve(prompt(1, 4))
+        await copied(mirror, index, engine)
+        feed = weakref.ref(made.relay._followed[engine.endpoint].feed)
+        gc.disable()
+        try:
+            made.relay.unfollow(engine.endpoint.engine)
+            await until(lambda: feed() is None, what="its feed to be freed")
+        finally:
+            gc.enable()
 
 
 async def test_of_questions_that_wait_in_line_only_the_last_of_each_mirror_is_answered() -> None:
