@@ -71,8 +71,10 @@ if TYPE_CHECKING:
     from router.settings import AdmissionSettings, ServeSettings
 
 SWEEP_PERIOD_S = 0.25
-SWEEP_ENTRIES = 20_000
-"""About 2 ms of work a period."""
+SWEEP_ENTRIES = 2_000
+"""A millisecond of work; then everything else has its turn."""
+SWEEPS = 10
+"""In a period."""
 
 GC_THRESHOLD = (20_000, 20, 50)
 """Requests leave next to nothing for the collector to find, so it need not look after every 700 objects."""
@@ -124,7 +126,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         context = stack.enter_context(zmq.asyncio.Context())
 
         fleet, metrics = Fleet(_share(settings.admission.max_active_requests, 1 if part is None else part.processes)), Metrics()
-        caches, load = Caches(predicted_ttl_s=settings.predicted_ttl_s), LoadBook()
+        caches, load = Caches(settings.index_max_blocks, settings.predicted_ttl_s), LoadBook()
         mirror = Mirror(bus, settings.namespace, caches, blind_after_s=settings.blind_after_s)
         relay = KvRelay(bus, settings.namespace, context, local=mirror, alone=broker is not None)
         sharing = peers = None
@@ -274,7 +276,10 @@ async def _keep_house(caches: Caches, load: LoadBook, membership: Membership, ro
     while True:
         await asyncio.sleep(SWEEP_PERIOD_S)
         membership.sweep()
-        caches.sweep(SWEEP_ENTRIES)
+        for _ in range(SWEEPS):
+            if caches.sweep(SWEEP_ENTRIES) < SWEEP_ENTRIES:
+                break
+            await asyncio.sleep(0)
         caches.expire(clock(), SWEEP_ENTRIES)
         load.sweep(SWEEP_ENTRIES)
         roster.sweep()

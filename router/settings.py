@@ -199,6 +199,14 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     predicted_ttl_s: Annotated[
         Seconds, Meta(description="How long a prompt sent to an engine without usable KV events is believed to be cached there.")
     ] = 120.0
+    index_max_blocks: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Distinct cached blocks known at most, for each of device, host and disk; about 100 bytes each. Further ones look "
+            "uncached, and are counted in `router_index_refused_total`.",
+        ),
+    ] = 20_000_000
     session_header: Annotated[
         str, Meta(min_length=1, description="Header that names a client's session; the body's `user` is used without it.")
     ] = "x-session-id"
