@@ -74,6 +74,12 @@ class Metrics:
         self._transfer_s = Distribution(
             "router_kv_transfer_seconds", "From asking the decode engine to its first token, of prompts computed elsewhere.", TTFT_BUCKETS_S
         )
+        self._remote_s = Count(
+            "router_remote_prefill_seconds",
+            "Time to first token of prompts computed elsewhere, as `--disagg measured` had expected it and as it was, over the same requests.",
+            ("kind",),
+        )
+        self._remote_s.start(("estimated",), ("actual",))
         self._prompt_tokens = Count("router_prompt_tokens", "Prompt tokens of requests whose prompts were read.")
         self._overlap_tokens = Count("router_overlap_tokens", "Prompt tokens believed cached on the engine chosen.")
         self._cached_tokens = Count("router_engine_cached_tokens", "Prompt tokens from cache, as engines report them in usage.")
@@ -99,6 +105,11 @@ class Metrics:
     def transfer_took(self, seconds: float) -> None:
         """So long after a decode engine was asked for it, a stream has its first token."""
         self._transfer_s.add(seconds)
+
+    def remote_prefill_took(self, seconds: float, estimated_s: float) -> None:
+        """From asking the prefill engine to the first token on the other, and what that had been expected to take."""
+        self._remote_s.add(("estimated",), estimated_s)
+        self._remote_s.add(("actual",), seconds)
 
     def transfer_failed(self) -> None:
         """One has not arrived."""

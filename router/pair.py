@@ -250,6 +250,8 @@ class _Legs:
         elif (slow := pairing.transferred(self._pair, facts.carried, seconds, now)) is not None:
             event(log, logging.WARNING, "slow KV transfers", prefill=str(self._pair[0]), decode=str(self._pair[1]), found=str(slow))
         self._sender.metrics.transfer_took(seconds)
+        if self._choice.split is not None and self._choice.split.remote_s is not None:
+            self._sender.metrics.remote_prefill_took(now - self._began, self._choice.split.remote_s)
 
     def _prefill_failed(self) -> Setback:
         leg = self._leg

@@ -130,7 +130,7 @@ async def test_measured_takes_the_faster_way(link: float, wanted: str) -> None:
         "link_bytes_per_s": link,
         "kv_blocks": 8192,
     }
-    slow = speeds | {"prefill_tokens_per_s": 5_000.0} if wanted == "remote" else speeds
+    slow = speeds | {"prefill_tokens_per_s": 1_000.0} if wanted == "remote" else speeds
     async with pair("nixl", at_prefill=speeds, at_decode=slow, disagg=Mode.MEASURED) as (_, _, router):
         for number in range(6):
             assert (await router.chat(prompt(f"measured {number}", 300), stream=True)).status == 200
@@ -139,6 +139,9 @@ async def test_measured_takes_the_faster_way(link: float, wanted: str) -> None:
             assert (await router.chat(prompt(f"measured {number}", 300), stream=True)).status == 200
         after = {where: await router.metric("router_prefills_total", where=where) for where in ("local", "remote")}
         assert after[wanted] - before[wanted] >= 9
+        estimated, actual = [await router.metric("router_remote_prefill_seconds_total", kind=kind) for kind in ("estimated", "actual")]
+        assert (estimated > 0) is (wanted == "remote")
+        assert (actual > 0) is (wanted == "remote")
 
 
 @pytest.mark.parametrize("way", ["nixl"])
