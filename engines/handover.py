@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Raw
 
-from engines.types import EngineKind
+from engines.types import Connector, EngineInfo, EngineKind
 
 PREFILL_PATH: Final = b"/v1/completions"
 """Both kinds take token ids there, and neither renders nor parses anything."""
@@ -126,6 +127,18 @@ class Room:
     def decode(self, prefilled: bytes) -> Told:  # noqa: ARG002  nothing is learned from it
         """See `Handshake`."""
         return self._told
+
+
+def handshake_for(info: EngineInfo, rank: int, bits: int) -> Handshake:
+    """For a sequence that this prefill engine's `rank` computes; `bits` are 128 random ones, new for each."""
+    match info.connector:
+        case Connector.MOONCAKE:
+            return Mooncake(f"{bits:032x}", dict(info.transfer_ids)[rank], info.bootstrap or "")
+        case Connector.ROOMS:
+            where = urlsplit(info.bootstrap or info.id)
+            return Room(where.hostname or "", where.port or 80, room_for(bits, info.ranks.index(rank), len(info.ranks)))
+        case _:
+            return Nixl()
 
 
 def room_for(bits: int, rank: int, ranks: int) -> int:

@@ -12,7 +12,6 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Raw
@@ -23,14 +22,11 @@ from engines.handover import (
     PREFILL_PATH,
     BadHandshake,
     Handshake,
-    Mooncake,
-    Nixl,
-    Room,
     decode_leg,
     decode_leg_as_asked,
+    handshake_for,
     prefill_leg,
     prefill_leg_as_asked,
-    room_for,
 )
 from engines.types import Connector
 from router.disagg import Facts
@@ -84,7 +80,7 @@ class PairSender(msgspec.Struct, frozen=True):
         if there is None or here is None:
             left = prefill if there is None else place.choice
             return Setback(left, Attempt(EngineUnreachable("the engine has just left"), repeats=repeats))
-        handshake = _handshake(prefill)
+        handshake = handshake_for(prefill.member.info, prefill.endpoint.rank, _random.getrandbits(128))
         legs = _Legs(self, place, relay, there, here, repeats)
         try:
             if handshake.at_once and legs.too_long:
@@ -287,19 +283,6 @@ def _certain_ids(choice: Choice, prompts: PromptBook) -> Raw | None:
         return None
     certain = judged(asked.route.form, info, tokens, checked=status is not None and status.checked) is Outcome.FORWARDED
     return Raw(msgspec.json.encode(tokens.ids)) if certain or asked.ids_barrier is Outcome.GIVEN else None
-
-
-def _handshake(prefill: Choice) -> Handshake:
-    info, rank = prefill.member.info, prefill.endpoint.rank
-    match info.connector:
-        case Connector.MOONCAKE:
-            return Mooncake(f"{_random.getrandbits(128):032x}", dict(info.transfer_ids)[rank], info.bootstrap or "")
-        case Connector.ROOMS:
-            where = urlsplit(info.bootstrap or info.id)
-            room = room_for(_random.getrandbits(62), info.ranks.index(rank), len(info.ranks))
-            return Room(where.hostname or "", where.port or 80, room)
-        case _:
-            return Nixl()
 
 
 def _prefill_of(choice: Choice) -> Choice:

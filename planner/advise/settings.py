@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -11,7 +11,11 @@ from msgspec import Meta
 from discovery.config import Complaint
 from engines.kv_bytes import KvDtype
 from engines.links import UnknownLink, parse_link
+from engines.types import EngineSpec
 from planner.advise.gpus import UTILISATION, GpuName
+
+MEASURED: Final = "measured"
+ENGINES_OF_A_PAIR: Final = 2
 
 Text = Annotated[str, Meta(min_length=1)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -32,9 +36,16 @@ class AdviseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Text | None,
         Meta(
             description="What the KV cache is carried over, from engine to engine: a name (`1GbE` to `800GbE`, `NVLink`, `PCIe5`, `NDR`, …; "
-            "taken at 80 % of its nominal rate), or a rate as measured, such as `104MB/s`."
+            "taken at 80 % of its nominal rate), a rate as measured, such as `104MB/s`, or `measured`: between the two engines given."
         ),
     ] = None
+    engine: Annotated[
+        tuple[EngineSpec, ...],
+        Meta(
+            description="With `--link measured`: the prefill engine and the decode engine between which to measure, written as for "
+            "`commutator serve`. They are sent some prompts."
+        ),
+    ] = ()
     kv_dtype: Annotated[KvDtype, Meta(description="Type of the KV cache, the engines' `--kv-cache-dtype`; `auto` is the model's own.")] = (
         "auto"
     )
@@ -63,13 +74,7 @@ class AdviseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             yield Complaint("model", "a model is needed: --model FILE, FOLDER or NAME")
         if self.prompt_tokens is None:
             yield Complaint("prompt_tokens", "the length of a prompt is needed: --prompt-tokens N")
-        if self.link is None:
-            yield Complaint("link", "a link is needed: --link 100GbE, or as measured: --link 104MB/s")
-        else:
-            try:
-                parse_link(self.link)
-            except UnknownLink as error:
-                yield Complaint("link", str(error))
+        yield from self._check_link()
         if self.chunked_prefill and self.max_num_batched_tokens <= self.concurrency:
             message = f"{self.max_num_batched_tokens} leaves no room for a prefill beside {self.concurrency} streams (concurrency)"
             yield Complaint("max_num_batched_tokens", message)
@@ -79,3 +84,17 @@ class AdviseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             yield Complaint("utilisation", "has no effect with prefill_tokens_per_s, which is measured")
         if "gpu" in given and self.prefill_tokens_per_s is not None and self.decode_step_ms is not None:
             yield Complaint("gpu", "has no effect with prefill_tokens_per_s and decode_step_ms, which are measured")
+
+    def _check_link(self) -> Iterator[Complaint]:
+        if self.link is None:
+            yield Complaint("link", "a link is needed: --link 100GbE, or as measured: --link 104MB/s")
+        elif self.link == MEASURED:
+            if len(self.engine) != ENGINES_OF_A_PAIR:
+                yield Complaint("engine", "a link is measured between two: --engine URL,role=prefill --engine URL,role=decode")
+        else:
+            if self.engine:
+                yield Complaint("engine", "has no effect unless the link is `measured`")
+            try:
+                parse_link(self.link)
+            except UnknownLink as error:
+                yield Complaint("link", str(error))
