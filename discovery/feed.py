@@ -6,6 +6,9 @@ its state and is sent on in the same call, so that a snapshot taken between two 
     restarted ─▶ new epoch, beacon          batch ─▶ translate ─▶ Batch seq, seq+1, …         lost ─▶ clear, new epoch, `partial`
                                                          └──▶ a copy in this process, at once and without numbers
 
+It is `partial` until nothing can be left of what the engine held unknown to us: its cache was cleared, or, where the engine can be had to
+tell again what it finds cached, as many blocks have been learned as it has, for it gives up the longest unused first.
+
 What goes on the bus may wait a moment for more, so that a busy engine costs a message for several of its own. Whatever tells the position
 (a beacon, a snapshot) sends what waits first, so what was sent and what is held are always the same there.
 
@@ -29,12 +32,14 @@ from discovery.signal import LIVE, Signal, SignalState
 from discovery.translate import Change, Translator
 from engines.blocks import KEY_BYTES, pack_keys
 from engines.events import Cleared, KvBatch
-from engines.types import Endpoint
+from engines.types import Endpoint, Tier
 
 MOST_WAITING_BLOCKS = 4096
 """Changes of so many blocks do not wait for more."""
 PIECE_BYTES = 64 * 1024
 """Keys in one message: a sixteenth of NATS' own limit, and what a mirror applies in about 4 ms without letting anything else run."""
+
+UNHEARD = "what it published before cannot be asked for (it has no replay endpoint); what it holds is learned as it is used"
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +95,7 @@ class FeedCopy(Protocol):
 class Feed:
     """One endpoint's stream in this relay's life."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what is known of the engine, and who is told
         self,
         endpoint: Endpoint,
         block_size: int | None,
@@ -99,8 +104,13 @@ class Feed:
         *,
         waits: Callable[[], None] | None = None,
         copy: FeedCopy | None = None,
+        replays: bool = True,
+        turnover: int | None = None,
     ) -> None:
         """`block_size` is the configured one, if any. Nothing is sent before the first call, and nothing ever without a `send`.
+
+        `replays`: what was published before can be asked for. `turnover`: after so many blocks, the engine has none left that it stored
+        before and has not told since; None where it may keep one for ever without a word.
 
         `waits` is called when there is something to send, and `flush` has to follow soon; without it, all is sent at once.
         """
@@ -118,7 +128,13 @@ class Feed:
         self._seq = 0
         self._heard = self._quiet = 0
         self._caught_up = False
+        self._replays = replays
+        self._turnover = turnover
+        self._learned = 0
+        """Blocks on the device that became known since it is partial."""
         self._partial = ""
+        self._unheard = False
+        """It is partial only because nobody knows what was published before the first batch."""
         self._down = ""
         self._shown: tuple[Signal, int | None] = (LIVE, None)
         self._counts = FeedCounts()
@@ -159,17 +175,20 @@ class Feed:
     def restarted(self, reason: str) -> None:
         """Another life of the engine's cache: nothing known of it holds any more."""
         self._down = ""
-        if self._heard or self._partial:
+        if self._heard or (self._partial and not self._unheard):
             event(
                 _log, logging.INFO, "KV cache began anew", endpoint=str(self.endpoint), reason=reason, blocks_before=self._translator.blocks
             )
             self._counts.restarts += 1
-            self._partial = ""
             self._renew()
+        self._become_partial("" if self._replays else UNHEARD)
+        self._unheard = not self._replays
         self.beacon()
 
     def batch(self, batch: KvBatch) -> None:
         """Events in order; sent on when they change what is held."""
+        if self._unheard:  # nothing before it was said to be lost: it is the first there ever was
+            self._become_partial("")
         self._heard += 1
         self._counts.batches += 1
         changes = self._translator.apply(batch.events)
@@ -177,8 +196,10 @@ class Feed:
             self._changed(changes)
         else:
             self._quiet += 1
-        if self._partial and any(isinstance(happened, Cleared) for happened in batch.events):
-            self._partial = ""  # what we did not know of is gone as well
+        if self._partial:
+            cleared = any(isinstance(happened, Cleared) for happened in batch.events)
+            if cleared or (self._turnover is not None and self._learned >= self._turnover):
+                self._become_partial("")  # what we did not know of is gone as well
         if (self.signal, self._translator.block_size) != self._shown:
             self.beacon()
 
@@ -187,7 +208,9 @@ class Feed:
         event(_log, logging.WARNING, "KV events lost; endpoint cleared", endpoint=str(self.endpoint), first=first, last=last)
         self._counts.losses += 1
         self._counts.lost += last - first + 1
-        self._partial = f"batches {first} to {last} could not be replayed; what the engine stored before is learned again as it is used"
+        self._become_partial(
+            f"batches {first} to {last} could not be replayed; what the engine stored before is learned again as it is used"
+        )
         self._renew()
         self.beacon()
 
@@ -281,6 +304,7 @@ class Feed:
         for change in changes:
             if change.kind is Store:
                 self._counts.stored += len(change.keys)
+                self._learned += len(change.keys) if change.tier is Tier.DEVICE else 0
             elif change.kind is Remove:
                 self._counts.removed += len(change.keys)
         if self._copy is not None:
@@ -298,6 +322,13 @@ class Feed:
         if not self._caught_up:
             self.flush()  # what of it still waits is left out like the rest
             self._caught_up, self._quiet = True, self._heard
+
+    def _become_partial(self, why: str) -> None:
+        """Or, with an empty `why`, whole."""
+        self._partial = why
+        self._unheard = False
+        self._learned = 0
+        self._translator.told_again = bool(why)
 
     def _renew(self) -> None:
         self._translator.clear()

@@ -213,6 +213,13 @@ class Mirror:
         if copy is not None:
             copy.tracker.served(now, new_blocks, sent_at)
 
+    def hit(self, endpoint: Endpoint, blocks: int, *, known: int, new: int, sent_at: float) -> None:
+        """A prompt found `blocks` cached there, by the engine's own count: see `SignalTracker.hit`."""
+        copy = self._copies.get(endpoint)
+        if copy is not None:
+            copy.tracker.hit(blocks, known, new, sent_at)
+            self._report(copy, self._clock())
+
     def ready(self, endpoint: Endpoint) -> bool:
         """Whether its part of the index is complete, or will never come."""
         copy = self._copies.get(endpoint)

@@ -31,6 +31,7 @@ from discovery.messages import SnapshotRequest, StreamMessage
 from discovery.subjects import Subjects
 from engines.subscriber import KvSubscriber, SubscriberCounts
 from engines.types import Endpoint, EngineInfo, KvSource
+from engines.vllm import tells_again
 
 RETRY_S = 1.0
 SILENT_S = 3.0
@@ -115,7 +116,7 @@ class Relay:
                 self._drop(endpoint)
         for endpoint, source in sources.items():
             if endpoint not in self._followed:
-                self._add(endpoint, source, life)
+                self._add(endpoint, source, life, info.total_blocks if tells_again(info) else None)
 
     def unfollow(self, engine_id: str) -> None:
         """Nothing of this engine is read or told any more. Idempotent."""
@@ -156,13 +157,22 @@ class Relay:
                 self._flush_at.cancel()
                 self._flush_at = None
 
-    def _add(self, endpoint: Endpoint, source: KvSource, life: tuple[float | None, int | None]) -> None:
+    def _add(self, endpoint: Endpoint, source: KvSource, life: tuple[float | None, int | None], turnover: int | None) -> None:
         subject = self._subjects.stream(endpoint)
 
         def send(message: StreamMessage) -> None:
             self._bus.publish(subject, _encode(message))
 
-        feed = Feed(endpoint, life[1], _epochs(), None if self._alone else send, waits=self._flush_soon, copy=self._local)
+        feed = Feed(
+            endpoint,
+            life[1],
+            _epochs(),
+            None if self._alone else send,
+            waits=self._flush_soon,
+            copy=self._local,
+            replays=source.replay is not None,
+            turnover=turnover,
+        )
         requests = self._bus.subscribe(self._subjects.snapshot(endpoint), self._on_request)
         self._followed[endpoint] = _Followed(feed, source, life, requests)
         self._changed.set()

@@ -8,7 +8,12 @@ KV routing fails silently when events stop: every prompt then looks uncached. So
     mismatch  its blocks cannot be compared with ours (block size, token ids)
     partial   some of its blocks were stored before we listened and cannot be replayed
 
-An endpoint that is not `live` (or `partial`) is scored from what was sent there.
+An endpoint that is not `live` (or `partial`) is scored from what was sent there; one that is `partial`, from whichever of the two knows
+more. It is live again when nothing unknown can be left (`discovery.feed`), or when its own counts show that nothing is:
+
+    hit of 40 blocks, 12 known ──▶ partial ── a hit of no more than was known, AGREEMENTS times in a row ──▶ live
+                                      ▲                                                                       │
+                                      └────────────── a hit of more than was known ──────────────────────────┘
 """
 
 from __future__ import annotations
@@ -44,6 +49,8 @@ LIVE = Signal(SignalState.LIVE)
 
 
 UNPUBLISHED = Signal(SignalState.BLIND, "it publishes no KV events (start vLLM or SGLang with --kv-events-config)")
+AGREEMENTS = 16
+"""So many hits in a row of which all was known: of what is still used, next to nothing can be unknown."""
 BEACONS_MISSED = 3
 """After so many periods without a beacon, its relay counts as gone."""
 
@@ -64,6 +71,7 @@ class SignalTracker:
         self._blind_after_s = blind_after_s
         self._beacon_timeout_s = BEACONS_MISSED * beacon_period_s
         self._relay = LIVE
+        self._agreements = 0
         self._beacon_at = now
         self._quiet: int | None = None
         self._ever_heard = False
@@ -74,6 +82,7 @@ class SignalTracker:
     def restarted(self) -> None:
         """A new epoch began: what was heard before was heard from another life of the engine or of its relay."""
         self._relay = LIVE
+        self._agreements = 0
         self._quiet = None
         self._ever_heard = False
         self._heard_at = None
@@ -108,6 +117,18 @@ class SignalTracker:
         if self._heard_at is None or self._heard_at < asked_at:
             self._unanswered_since = now
 
+    def hit(self, blocks: int, known: int, new: int, sent_at: float) -> None:
+        """A prompt sent at `sent_at` found `blocks` cached there, by the engine's own count; `known` were, going by events.
+
+        None prove nothing. With no `new` ones to compute, there was no event to wait for.
+        """
+        if blocks > known:
+            self._agreements = 0
+        elif blocks:
+            self._agreements += 1
+        if new <= 0 and self._unanswered_since is not None and self._unanswered_since >= sent_at:
+            self._unanswered_since = None
+
     def bus_lost(self, now: float) -> None:
         """Nothing can arrive any more. Idempotent."""
         if self._bus_lost_at is None:
@@ -131,7 +152,7 @@ class SignalTracker:
             return self._relay
         if self._unanswered_since is not None and now - self._unanswered_since >= self._blind_after_s:
             return self._silent(now)
-        return self._relay
+        return LIVE if self._relay.state is SignalState.PARTIAL and self._agreements >= AGREEMENTS else self._relay
 
     def _silent(self, now: float) -> Signal:
         if not self._ever_heard:

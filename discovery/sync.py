@@ -19,8 +19,8 @@ A snapshot is applied chunk by chunk as it comes, so that a large one neither li
 endpoint is not `synced` until the last of it is in.
 
 Another relay's life is not another life of the engine's cache: who takes over an engine tells of it once it has read all that the engine
-published. A copy that was complete is therefore *inherited*: it counts on until the first chunk of the new relay's snapshot, and where
-the new relay's digest is the same, no snapshot is needed.
+published. A copy that was complete is therefore *inherited*: it counts on until the new relay's snapshot is there (a large one: until it
+begins), and where the new relay's digest is the same, no snapshot is needed.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ MOST_BEHIND = 2
 MIN_RESYNC_S = 0.05
 MAX_RESYNC_S = 1.0
 """Bounds of the wait between two snapshots of one stream; doubles until a beacon agrees."""
+AT_ONCE = 4
+"""So many chunks at most take the place of an inherited copy as a whole, some 4 ms each; of more, each counts as it comes."""
 INHERITED_S = 5.0
 """How long a copy from another relay counts while the new one does not answer."""
 MAX_KEPT_BYTES = 16 * 1024 * 1024
@@ -142,6 +144,8 @@ class StreamSync:
         self._asked = False
         """Whether a snapshot has been asked for since the copy was last found wanting."""
         self._chunk: SnapshotChunk | None = None
+        self._gathered: list[list[Op]] | None = None
+        """What has come of a snapshot that is to be applied as a whole."""
         self._due = 0.0
         self._wait_s = MIN_RESYNC_S
         self._asked_at = float("-inf")
@@ -235,12 +239,22 @@ class StreamSync:
             if chunk.epoch != self.epoch:
                 self._begin(chunk.epoch, now, actions)
                 self._attempt = attempt
-            self._inherited_until = None
-            self._clear(actions)
+            self._gathered = [] if self.inherited and chunk.chunks <= AT_ONCE else None
+            if self._gathered is None:
+                self._replace(actions)
         self._due = now + RETRY_S
         self._chunk = chunk
-        self._take(chunk.ops, actions)
-        if chunk.chunk == chunk.chunks - 1:
+        last = chunk.chunk == chunk.chunks - 1
+        if self._gathered is None:
+            self._take(chunk.ops, actions)
+        else:
+            self._gathered.append(chunk.ops)
+            if last:
+                self._replace(actions)
+                for ops in self._gathered:
+                    self._take(ops, actions)
+                self._gathered = None
+        if last:
             self._complete(chunk.seq, now, actions)
         return actions
 
@@ -340,6 +354,11 @@ class StreamSync:
         self._wait_s = min(2 * self._wait_s, MAX_RESYNC_S)
         self.counts.requests += 1
         actions.append(RequestSnapshot(self._attempt))
+
+    def _replace(self, actions: list[Action]) -> None:
+        """What is held makes place for the snapshot."""
+        self._inherited_until = None
+        self._clear(actions)
 
     def _follows(self, chunk: SnapshotChunk) -> bool:
         before = self._chunk

@@ -93,8 +93,8 @@ class _Copies:
         self.again: dict[BlockHash, int] = {}
         """Copies beyond the first; absent when there is one, as there nearly always is."""
 
-    def add(self, hashes: list[BlockHash], keys: list[int], held: _Held) -> list[int]:
-        """One more copy of each; the keys among `keys` that were not held before."""
+    def add(self, hashes: list[BlockHash], keys: list[int], held: _Held, *, again: bool = False) -> list[int]:
+        """One more copy of each (`again`: unless it has one); the keys among `keys` that were not held before."""
         names, count = self.keys, len(hashes)
         if held.keys.keys().isdisjoint(keys):
             named, holding = len(names), len(held.keys)
@@ -112,7 +112,8 @@ class _Copies:
         new = []
         for name, key in zip(hashes, keys, strict=True):
             if name in names:
-                self.again[name] = self.again.get(name, 0) + 1
+                if not again:
+                    self.again[name] = self.again.get(name, 0) + 1
                 continue
             names[name] = key
             if held.add(key):
@@ -161,6 +162,9 @@ class Translator:
         """Groups that do not hold whole prefixes; their removals carry nothing but the number."""
         self._orphans = 0
         self._unknown_removals = 0
+        self.told_again = False
+        """Whether the engine is being asked to tell what it holds: a block stored again is then taken for one told again, not for a further
+        copy. What lies in two copies may so be given up with the first; counted, what was told twice would be held for ever."""
         self.skipped: Counter[str] = Counter()
         """Events not used, by `SkipReason`; never reset."""
 
@@ -243,7 +247,7 @@ class Translator:
         copies = self._copies.get((event.tier, event.group))
         if copies is None:
             copies = self._copies[event.tier, event.group] = _Copies()
-        self._changed(Store, event.tier, copies.add(event.hashes, keys, self._held[event.tier]), changes)
+        self._changed(Store, event.tier, copies.add(event.hashes, keys, self._held[event.tier], again=self.told_again), changes)
 
     def _unusable(self, event: Stored) -> SkipReason | None:
         size, blocks = event.block_size, len(event.hashes)

@@ -178,6 +178,7 @@ async def _sglang(client: EngineClient, spec: EngineSpec, server: sglang.ServerI
         ranks=ranks,
         block_size=sglang.block_size(server) or spec.block_size,
         total_blocks=sglang.total_blocks(server),
+        host_blocks=sglang.host_blocks(server),
         kv_sources=sources,
         tokenizer=spec.tokenizer or server.tokenizer_path,
         chats_take_ids=sglang.chats_take_ids(server),

@@ -37,6 +37,9 @@ class ServerInfo(msgspec.Struct, frozen=True):
     dp_size: int | None = None
     attn_dp_size: int | None = None
     max_total_num_tokens: int | None = None
+    enable_hierarchical_cache: bool | None = None
+    hicache_ratio: float | None = None
+    hicache_size: float | None = None
     chunked_prefill_size: int | None = None
     max_prefill_tokens: int | None = None
     chat_template: str | None = None
@@ -89,6 +92,14 @@ def total_blocks(info: ServerInfo) -> int | None:
     """Blocks of KV cache per rank."""
     size = block_size(info)
     return info.max_total_num_tokens // size if size and info.max_total_num_tokens is not None else None
+
+
+def host_blocks(info: ServerInfo) -> int | None:
+    """Blocks of the host tier per rank, where it is sized by the device's: in GB (`hicache_size`) it cannot be told in blocks."""
+    total = total_blocks(info)
+    if not info.enable_hierarchical_cache or info.hicache_size or info.hicache_ratio is None or total is None:
+        return None
+    return int(total * info.hicache_ratio)
 
 
 def max_batched_tokens(info: ServerInfo) -> int | None:

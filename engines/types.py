@@ -102,6 +102,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Tokens per block, or None when the engine does not say (then learned from its events)."""
     total_blocks: int | None = None
     """Blocks of KV cache per rank."""
+    host_blocks: int | None = None
+    """Blocks of the tier behind it per rank, where the engine says; copies of what is on the device are among them."""
     kv_sources: tuple[KvSource, ...] = ()
     """Empty when the engine publishes no KV events."""
     tokenizer: str | None = None

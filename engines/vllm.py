@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engines.answers import read_json, whole
-from engines.types import EngineInfo, KvSource, Model
+from engines.types import EngineInfo, EngineKind, KvSource, Model
 from engines.urls import reachable
 
 VERSION = "/version"
@@ -23,6 +23,11 @@ METRICS = "/metrics"
 KV_EVENT_SOURCES = "/kv_event_sources"
 ALIVE = "/health"
 """200 while the engine's core lives, 503 when it died; answered by the API process, without touching the scheduler."""
+XARGS = "vllm_xargs"
+TELL_AGAIN = {"kv_cache_report_mode": "full"}
+"""In a body's `vllm_xargs`: before what the request adds, all blocks that it found cached are published as stored, from the root on.
+They are no further copies, and the event does not show that it is a repetition."""
+TELLS_AGAIN_SINCE = (0, 26)
 
 
 def recognise(version_answer: bytes) -> str | None:
@@ -74,6 +79,14 @@ def read_kv_sources(answer: bytes, host: str) -> tuple[KvSource, ...]:
 def binds(endpoint: str) -> bool:
     """Whether vLLM's PUB socket binds this endpoint, by vLLM's own rule."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def tells_again(info: EngineInfo) -> bool:
+    """Whether a request can have it publish anew the blocks that it finds cached (`TELL_AGAIN`); a version of another form cannot."""
+    major, _, rest = info.version.partition(".")
+    minor = rest.partition(".")[0]
+    numbers = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
+    return info.kind is EngineKind.VLLM and numbers >= TELLS_AGAIN_SINCE
 
 
 def pin_headers(info: EngineInfo, rank: int) -> dict[str, str]:

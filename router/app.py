@@ -37,6 +37,7 @@ from router.admission import QueueLimits
 from router.answers import Answers
 from router.beginning import Beginning
 from router.caches import Caches
+from router.calibration import Calibration
 from router.census import Census
 from router.chooser import Chooser
 from router.exchange import Exchange
@@ -130,13 +131,15 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         prompts = PromptBook(tokenizer=settings.tokenizer)
         whereabouts = Whereabouts(session, pass_clients_keys=guards.door is None)
         intake = Intake(fleet, prompts, whereabouts, session_header=settings.session_header.lower().encode(), tokenize=scheduler.uses_cache)
-        chooser = Chooser(fleet, caches, load, scheduler, mirror, clock=clock)
+        calibration = Calibration()
+        chooser = Chooser(fleet, caches, load, scheduler, mirror, calibration, clock=clock)
 
         group = await stack.enter_async_context(cancelled_at_exit())
         membership = Membership(
             fleet=fleet,
             caches=caches,
             load=load,
+            calibration=calibration,
             relay=relay if sharing is None else sharing,
             mirror=mirror,
             prompts=prompts,
@@ -182,6 +185,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
                 fleet=fleet,
                 caches=caches,
                 load=load,
+                calibration=calibration,
                 mirror=mirror,
                 monitor=monitor,
                 relay=relay,

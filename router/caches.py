@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from engines.types import Endpoint, Tier
 from router.index import PrefixIndex
-from router.predicted import TTL_S, PredictedBlocks
+from router.predicted import TTL_S, PredictedBlocks, Trail
 from router.scheduling.types import Overlap
 
 _NOTHING = Overlap()
@@ -135,6 +135,17 @@ class Caches:
         places = self._places.get(endpoint)
         if places is not None:
             self._predicted.sent(places.predicted, keys, now)
+
+    def trail(self, endpoint: Endpoint, keys: Sequence[int]) -> Trail:
+        """What was sent there of `keys`, for `found`. Runtime complexity: see `PredictedBlocks.trail`."""
+        places = self._places.get(endpoint)
+        return () if places is None else self._predicted.trail(places.predicted, keys)
+
+    def found(self, endpoint: Endpoint, keys: Sequence[int], trail: Trail, blocks: int) -> None:
+        """The engine has found `blocks` of `keys` cached, by its own count: see `PredictedBlocks.found`."""
+        places = self._places.get(endpoint)
+        if places is not None:
+            self._predicted.found(places.predicted, keys, trail, blocks)
 
     def overlaps(
         self,

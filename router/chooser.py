@@ -10,15 +10,19 @@ from typing import Final, Protocol
 
 import msgspec
 
-from discovery.signal import Signal
+from discovery.signal import Signal, SignalState
 from engines.types import Endpoint
+from engines.vllm import tells_again
 from router.caches import Caches
+from router.calibration import Calibration
 from router.fleet import Fleet, Member
 from router.intake import Asked
 from router.load import LoadBook, Reservation
+from router.predicted import Trail
 from router.scheduling.explain import reused_blocks
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.types import Candidate, Decision, Load, Overlap, Rejection
+from router.sse import Usage
 
 NOTHING: Final = Overlap()
 ASSUMED_BLOCK_SIZE: Final = 16
@@ -38,6 +42,10 @@ class Signals(Protocol):
 
     def served(self, endpoint: Endpoint, now: float, new_blocks: int, *, sent_at: float | None = None) -> None:
         """A prompt with so many blocks not known to be cached, sent at `sent_at`, has got its first token: events should follow."""
+        ...
+
+    def hit(self, endpoint: Endpoint, blocks: int, *, known: int, new: int, sent_at: float) -> None:
+        """It had `blocks` of a prompt in its cache, by its own count; `known` by events. `new` ones had to be computed."""
         ...
 
 
@@ -64,6 +72,10 @@ class Choice(msgspec.Struct, frozen=True):
     member: Member
     keys: list[int]
     """The prompt's blocks, in the chosen endpoint's block size."""
+    indexed: int = 0
+    """Of those, the leading ones that it holds by events."""
+    trail: Trail | None = None
+    """And those that it should hold by what was sent there; None where events are all there is to go by."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -74,13 +86,19 @@ class Choice(msgspec.Struct, frozen=True):
     def overlap_tokens(self) -> int:
         """Prompt tokens believed to be in the endpoint's cache, in any tier."""
         chosen = self.decision.chosen
-        return (chosen.overlap.device + chosen.overlap.host + chosen.overlap.disk) * chosen.block_size
+        return _cached(chosen.overlap) * chosen.block_size
 
     @property
     def uncached_tokens(self) -> int:
         """Prompt tokens that this request adds to what the endpoint has to compute: not those being computed for another one."""
         chosen = self.decision.chosen
         return max(0, self.asked.request.prompt_tokens - reused_blocks(chosen.overlap) * chosen.block_size)
+
+    @property
+    def wants_telling(self) -> bool:
+        """Whether the engine is to tell what it finds cached of this prompt: it may hold more than is known, and can be had to say so."""
+        signal = self.decision.chosen.signal
+        return signal.state is SignalState.PARTIAL and self.indexed < max(1, len(self.keys)) and tells_again(self.member.info)
 
     @property
     def new_blocks(self) -> int:
@@ -91,14 +109,23 @@ class Choice(msgspec.Struct, frozen=True):
 class Chooser:
     """Puts requests to the policy, and counts what it chose."""
 
-    def __init__(
-        self, fleet: Fleet, caches: Caches, load: LoadBook, scheduler: Scheduler, signals: Signals, *, clock: Callable[[], float]
+    def __init__(  # noqa: PLR0913  a decision is made of what all of these know
+        self,
+        fleet: Fleet,
+        caches: Caches,
+        load: LoadBook,
+        scheduler: Scheduler,
+        signals: Signals,
+        calibration: Calibration,
+        *,
+        clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
         self._caches = caches
         self._load = load
         self._scheduler = scheduler
         self._signals = signals
+        self._calibration = calibration
         self._clock = clock
 
     def decide(self, asked: Asked, tried: set[str]) -> Choice:
@@ -108,7 +135,7 @@ class Chooser:
         if not self._scheduler.uses_cache:
             return self._decide_by_load(asked, able, rejected, now)
         seen = [self._see(member, endpoint, load, asked, now) for member, endpoint, load in able]
-        overlaps, in_flight = self._match(asked, seen)
+        overlaps, indexed, in_flight = self._match(asked, seen)
         candidates = [
             Candidate(
                 endpoint=view.endpoint,
@@ -123,7 +150,10 @@ class Chooser:
         ]
         decision = self._scheduler.decide(asked.request, candidates, rejected, now)
         chosen = seen[decision.position]
-        return Choice(asked, decision, chosen.member, chosen.keys)
+        endpoint = chosen.endpoint
+        if chosen.signal.state is SignalState.LIVE or not chosen.keys:
+            return Choice(asked, decision, chosen.member, chosen.keys, _cached(decision.chosen.overlap))
+        return Choice(asked, decision, chosen.member, chosen.keys, indexed.get(endpoint, 0), self._caches.trail(endpoint, chosen.keys))
 
     def _decide_by_load(self, asked: Asked, able: list[_Able], rejected: list[tuple[Endpoint, Rejection]], now: float) -> Choice:
         """The same for a policy that does not look at caches: nobody is asked about them."""
@@ -170,6 +200,21 @@ class Chooser:
             self._caches.sent(choice.endpoint, choice.keys, now)
             self._signals.served(choice.endpoint, now, choice.new_blocks, sent_at=sent_at)
 
+    def ended(self, choice: Choice, usage: Usage, sent_at: float) -> None:
+        """The engine has told how much of the prompt it found cached: that is the truth which guesses are held against."""
+        chosen, prompt_tokens = choice.decision.chosen, choice.asked.request.prompt_tokens
+        if usage.cached_tokens is None or not choice.keys or usage.prompt_tokens != prompt_tokens:
+            return
+        size, overlap = chosen.block_size, chosen.overlap
+        most = (prompt_tokens - 1) // size  # the last token is always computed
+        blocks, predicted = min(usage.cached_tokens // size, most), min(_cached(overlap), most)
+        by_events = chosen.signal.believed and not overlap.predicted
+        self._calibration.compare(choice.endpoint, by_events=by_events, predicted=predicted * size, reported=usage.cached_tokens)
+        if choice.trail is not None and not predicted <= blocks <= max(predicted, overlap.in_flight):
+            self._caches.found(choice.endpoint, choice.keys, choice.trail, blocks if blocks < most else len(choice.keys))
+        known = max(choice.indexed, overlap.in_flight) if by_events else choice.indexed
+        self._signals.hit(choice.endpoint, blocks, known=known, new=len(choice.keys) - blocks, sent_at=sent_at)
+
     def _members(self, asked: Asked) -> list[Member]:
         """Engines for the request as they are now: some may have left since it was read, others joined."""
         able = self._fleet.able(asked.request.model, asked.route.engines)
@@ -198,15 +243,16 @@ class Chooser:
         keys = asked.keys(member.info.id, block_size) if block_size else []
         return _View(member, endpoint, block_size or ASSUMED_BLOCK_SIZE, keys, load, self._signals.signal(endpoint, now))
 
-    def _match(self, asked: Asked, seen: list[_View]) -> tuple[dict[Endpoint, Overlap], dict[Endpoint, int]]:
-        """What each endpoint has of the prompt, and how many of its leading blocks are in flight there.
+    def _match(self, asked: Asked, seen: list[_View]) -> tuple[dict[Endpoint, Overlap], dict[Endpoint, int], dict[Endpoint, int]]:
+        """What each endpoint has of the prompt; how many blocks partial ones have by events; and how many are in flight at each.
 
         One look-up serves all endpoints whose keys are the same list: normally all of them.
         """
         overlaps: dict[Endpoint, Overlap] = {}
+        indexed: dict[Endpoint, int] = {}
         in_flight: dict[Endpoint, int] = {}
         if not asked.tokens:
-            return overlaps, in_flight
+            return overlaps, indexed, in_flight
         groups: dict[int, list[_View]] = {}
         for view in seen:
             if view.keys:
@@ -214,8 +260,24 @@ class Chooser:
         for views in groups.values():
             keys = views[0].keys
             running = self._load.in_flight(keys)
-            believed = [view.endpoint for view in views if view.signal.believed]
-            unbelieved = [view.endpoint for view in views if not view.signal.believed]
+            believed: list[Endpoint] = []
+            unbelieved: list[Endpoint] = []
+            partial: list[Endpoint] = []
+            for view in views:
+                signal, endpoint = view.signal, view.endpoint
+                (believed if signal.believed else unbelieved).append(endpoint)
+                if signal.state is SignalState.PARTIAL:
+                    partial.append(endpoint)
+                if endpoint in running:
+                    in_flight[endpoint] = running[endpoint]
             overlaps |= self._caches.overlaps(keys, believed, unbelieved, running)
-            in_flight |= {view.endpoint: running[view.endpoint] for view in views if view.endpoint in running}
-        return overlaps, in_flight
+            if partial:  # of what is not known from events, something may be known from use
+                indexed |= {endpoint: _cached(overlaps[endpoint]) for endpoint in partial}
+                guessed = self._caches.overlaps(keys, (), partial, running)
+                overlaps |= {endpoint: guess for endpoint, guess in guessed.items() if guess.device > reused_blocks(overlaps[endpoint])}
+        return overlaps, indexed, in_flight
+
+
+def _cached(overlap: Overlap) -> int:
+    """Leading blocks believed cached, in any tier."""
+    return overlap.device + overlap.host + overlap.disk

@@ -7,9 +7,11 @@ from typing import Final
 import msgspec
 
 from engines.blocks import block_keys, pack_tokens, root_seed
+from engines.types import EngineKind
 from router import openai, stored
 from router.exchange import Headers
 from router.fleet import Fleet, Member
+from router.prompts import conversion
 from router.prompts.book import PromptBook, Tokens
 from router.prompts.errors import NotRenderable, PromptRejected
 from router.routes import PromptForm, Route
@@ -47,6 +49,8 @@ class Asked(msgspec.Struct):
     """What in the request keeps its ids from being forwarded."""
     kept_at: str | None = None
     """The one engine that can answer, because it keeps the response that this request goes on from."""
+    takes_xargs: bool = False
+    """Whether vLLM's extra arguments may be added: the route has them, and the client gives none of its own."""
 
     def keys(self, engine_id: str, block_size: int) -> list[int]:
         """The prompt's block keys as an engine counts blocks; the same list for engines that share ids and block size."""
@@ -98,7 +102,8 @@ class Intake:
         kept_at = await self._kept_at(parsed, members, headers) if route.path == stored.PATH else None
         request = RoutingRequest(model, count, "" if count else reason, session or parsed.session)
         root = root_seed(self._fleet.adapter(model), parsed.salt) if tokens else 0
-        return Asked(route, body, request, tokens, root, parsed.urgency, {}, barrier(route, parsed), kept_at)
+        takes_xargs = route.takes_xargs and parsed.vllm_xargs is msgspec.UNSET
+        return Asked(route, body, request, tokens, root, parsed.urgency, {}, barrier(route, parsed), kept_at, takes_xargs)
 
     async def _kept_at(self, parsed: openai.ApiBody, members: list[Member], headers: Headers) -> str | None:
         response_id = parsed.goes_on_from
@@ -141,6 +146,8 @@ class Intake:
         try:
             if route.form is PromptForm.CHAT:
                 prompt = await self._prompts.tokens_chat(engines, parsed, body)
+            elif route.form in conversion.FORMS:
+                return await self._converted(route, parsed, members, body)
             else:
                 plain = openai.completion_prompt(parsed) if route.form is PromptForm.COMPLETION else openai.generate_prompt(parsed)
                 if plain is None:
@@ -150,6 +157,18 @@ class Intake:
                 prompt = await self._prompts.tokens_text(engines, plain.text or "", add_special_tokens=parsed.wants_special_tokens)
         except NotRenderable as error:
             return {}, error.reason
+        return prompt.tokens, next(iter(prompt.reasons.values()), "")
+
+    async def _converted(self, route: Route, parsed: openai.ApiBody, members: list[Member], body: bytes) -> tuple[dict[str, Tokens], str]:
+        """The ids of a prompt that vLLM makes a chat of. Raises `NotRenderable`."""
+        engines = [member.info.id for member in members if member.info.kind is EngineKind.VLLM]
+        if not engines:
+            return {}, f"what SGLang makes of {route.path} is not known here"
+        try:
+            fields = conversion.chat_of(route.form, parsed, body)
+            prompt = await self._prompts.tokens_chat(engines, fields, route.form.value.encode() + body)
+        except PromptRejected as error:  # the engine's own answer is the client's: it speaks this API
+            return {}, f"the model's chat template rejects this conversation: {error.message}"
         return prompt.tokens, next(iter(prompt.reasons.values()), "")
 
 

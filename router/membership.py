@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engines.metrics import EngineLoad
     from engines.types import EngineInfo
     from router.caches import Caches
+    from router.calibration import Calibration
     from router.fleet import Fleet
     from router.load import LoadBook
     from router.pool import EnginePool
@@ -47,6 +48,7 @@ class Membership:
         fleet: Fleet,
         caches: Caches,
         load: LoadBook,
+        calibration: Calibration,
         relay: Follower,
         mirror: Mirror,
         prompts: PromptBook,
@@ -60,6 +62,7 @@ class Membership:
         self._fleet = fleet
         self._caches = caches
         self._load = load
+        self._calibration = calibration
         self._relay = relay
         self._mirror = mirror
         self._prompts = prompts
@@ -79,7 +82,7 @@ class Membership:
         self._fleet.add(info)
         self.lines[info.id] = Line(info, self._timeouts, pass_clients_key=self._pass_clients_keys)
         for endpoint in info.endpoints:
-            self._caches.add(endpoint, info.total_blocks)
+            self._caches.add(endpoint, None if info.total_blocks is None else max(info.total_blocks, info.host_blocks or 0))
         self._relay.follow(info)  # first: what this process follows itself, its mirror need not ask for
         self._mirror.expect(info)
         self._joining[info.id] = self._group.create_task(self._admit(info), name=f"admit {info.id}")
@@ -100,6 +103,7 @@ class Membership:
         for endpoint in info.endpoints:
             self._caches.discard(endpoint)
             self._load.forget(endpoint)
+            self._calibration.forget(endpoint)
         pool = self.lines.pop(info.id).pool
         pool.close()
         self._leaving.append(pool)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import operator
 import re
-from typing import Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import parse_qs
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from router.prompts.chat import ChatFields
 
@@ -65,10 +65,12 @@ class ApiBody(ChatFields, kw_only=True):
     routed_dp_rank: Field = UNSET
     data_parallel_rank: Field = UNSET
     disagg_prefill_dp_rank: Field = UNSET
+    vllm_xargs: Field = UNSET
+    input: Field = UNSET
 
     def prompt_bytes(self) -> int:
         """How long everything is that could be a prompt, as JSON."""
-        plain = (self.prompt, self.text, self.input_ids, self.token_ids)
+        plain = (self.prompt, self.text, self.input_ids, self.token_ids, self.input)
         return ChatFields.prompt_bytes(self) + sum(len(memoryview(field)) for field in plain if isinstance(field, Raw))
 
     @property
@@ -110,6 +112,7 @@ class ApiBody(ChatFields, kw_only=True):
 _to_strip = operator.attrgetter(*STRIPPED)
 _NONE_TO_STRIP: Final = (UNSET,) * len(STRIPPED)
 _decoder = msgspec.json.Decoder(ApiBody)
+_ids_decoder = msgspec.json.Decoder(list[Annotated[int, Meta(ge=0, le=2**32 - 1)]])
 _object_decoder = msgspec.json.Decoder(dict[str, Raw])
 _MULTIPART_MODEL: Final = re.compile(rb'name="model"(?:\r\n[^\r\n]+)*\r\n\r\n([^\r\n]*)\r\n')
 
@@ -146,6 +149,17 @@ def strip(body: bytes) -> bytes:
     return msgspec.json.encode(fields)
 
 
+def add_field(body: bytes, name: str, value: object) -> bytes:
+    """The same body, an object that has no such field, with this one behind the others, which keep their bytes.
+
+    >>> add_field(b'{"model": "m" }', "seed", 1)
+    b'{"model": "m" ,"seed":1}'
+    """
+    end = body.rindex(b"}")
+    comma = b"" if body[:end].rstrip().endswith(b"{") else b","
+    return b"%b%b%b:%b}" % (body[:end], comma, msgspec.json.encode(name), msgspec.json.encode(value))
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """A prompt that needs no chat template: text or token ids. Of a list of prompts, the first."""
 
@@ -169,8 +183,13 @@ def generate_prompt(body: ApiBody) -> Prompt | None:
 def _prompt(field: Field) -> Prompt | None:
     if isinstance(field, UnsetType):
         return None
-    value: Any = msgspec.json.decode(field)
-    if isinstance(value, list) and value and not isinstance(value[0], int):
+    try:
+        ids = _ids_decoder.decode(field)
+    except msgspec.ValidationError:
+        value: Any = msgspec.json.decode(field)
+    else:
+        return Prompt(ids=ids) if ids else None
+    if isinstance(value, list) and value:
         value = value[0]
     if isinstance(value, str):
         return Prompt(text=value)

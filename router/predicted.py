@@ -10,6 +10,10 @@ most as many blocks as the engine has, the longest unused going first and the ta
 A key names a whole prefix, so prompts that part are a tree, and where one goes on is found by its next key. What was always used together
 is one stretch, which makes a fresh prompt one entry however long it is. A prompt's use renews what leads to it as well, so the longest
 unused stretch never has another behind it: what is held is whole prefixes at all times.
+
+Engines that report cached tokens correct it (`found`). They give up the longest unused first too, so where one lacks what was predicted, it
+lacks all that was used before that, and its *reach*, the blocks used since, is what it keeps: none, where it caches nothing. Where it has
+more than was remembered, as with a tier of host memory that it says nothing of, the reach doubles.
 """
 
 # ruff: noqa: S101 - `_check` asserts the invariants, for tests to call after every step
@@ -17,13 +21,18 @@ unused stretch never has another behind it: what is held is whole prefixes at al
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from router.index import ALL, common_length
 
 TTL_S = 120.0
 ASSUMED_BLOCKS = 8192
 """For an engine that does not say how many blocks it has."""
+MOST_GROWTH = 16
+"""An engine is believed to keep at most so many times the blocks that it says it has."""
+
+Trail = tuple[tuple[int, float], ...]
+"""Where each remembered stretch of a prompt ends, in blocks from the root, and when it would have been given up."""
 
 
 class _Stretch:
@@ -39,10 +48,14 @@ class _Stretch:
 class _Memory:
     """What is remembered of one endpoint."""
 
-    __slots__ = ("blocks", "capacity", "order", "table")
+    __slots__ = ("blocks", "capacity", "filled", "order", "table", "total")
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.capacity = total
+        """Its reach: what is remembered at most."""
+        self.filled = False
+        """Whether something was given up because there was no room."""
         self.blocks = 0
         self.table: dict[int, _Stretch] = {}
         """By first key."""
@@ -68,7 +81,12 @@ class _Memory:
             stretch.expiry = expiry
             order[stretch] = None
             order.move_to_end(stretch)
+        self.shrink()
+
+    def shrink(self) -> None:
+        """Give up what there is no room for."""
         while self.blocks > self.capacity:
+            self.filled = True
             self.give_up(self.blocks - self.capacity)
 
     def give_up(self, most: int) -> int:
@@ -85,17 +103,37 @@ class _Memory:
 
     def held(self, keys: list[int]) -> int:
         """How many leading keys are remembered."""
+        depth = 0
+        for depth, _ in self.trail(keys):  # noqa: B007  the last one counts
+            pass
+        return depth
+
+    def trail(self, keys: list[int]) -> Iterator[tuple[int, float]]:
+        """The stretches that the leading keys are in, as in `Trail`."""
         table = self.table
         depth, end = 0, len(keys)
         while depth < end:
             stretch = table.get(keys[depth])
             if stretch is None:
-                break
+                return
             length = common_length(stretch.keys, 0, keys, depth)
             depth += length
+            yield depth, stretch.expiry
             if length < len(stretch.keys):
-                break
-        return depth
+                return
+
+    def lacked(self, keys: list[int], blocks: int, expiry: float) -> None:
+        """Of these keys, only the first `blocks` were still there when they were used anew, and nothing used until then."""
+        while self.order and next(iter(self.order)).expiry <= expiry:
+            self.give_up(self.blocks)
+        self.capacity = min(self.capacity, self.blocks - self.held(keys) + blocks)
+        self.shrink()
+
+    def grow(self, blocks: int) -> None:
+        """It keeps more than it was believed to: `blocks` at least, if that was for want of room here."""
+        if self.filled or self.capacity < self.total:
+            self.capacity = min(MOST_GROWTH * self.total, max(2 * self.capacity, blocks))
+            self.filled = False
 
     def _part(self, stretch: _Stretch, length: int) -> _Stretch:
         """The first `length` keys as a stretch of their own, whose place in the order is the caller's to give."""
@@ -151,9 +189,35 @@ class PredictedBlocks:
         memory = self._memories[slot]
         memory.sent(list(keys[: memory.capacity]), now + self.ttl_s)
 
+    def trail(self, slot: int, keys: Sequence[int]) -> Trail:
+        """What `slot` should hold of `keys`, to be given to `found` when the engine has told. As `match`, for one slot."""
+        return tuple(self._memories[slot].trail(list(keys)))
+
+    def found(self, slot: int, keys: Sequence[int], trail: Trail, blocks: int) -> None:
+        """The engine has found `blocks` of `keys` cached; `trail` is what it should have had, from before the prompt was `sent`.
+
+        Runtime complexity: O(blocks given up + stretches crossed), plus one comparison per key.
+
+        >>> predicted = PredictedBlocks()
+        >>> slot = predicted.add_slot(total_blocks=100)
+        >>> for prompt in ([1], [2, 3], [4]):
+        ...     predicted.sent(slot, prompt, now=float(prompt[0]))
+        >>> trail = predicted.trail(slot, [2, 3])
+        >>> predicted.sent(slot, [2, 3], now=5.0)
+        >>> predicted.found(slot, [2, 3], trail, 0)
+        >>> predicted.match([1]), predicted.match([4]), predicted.match([2, 3])
+        ({}, {}, {0: 1})
+        """
+        memory = self._memories[slot]
+        expiry = next((expiry for depth, expiry in trail if depth > blocks), None)
+        if expiry is not None:
+            memory.lacked(list(keys), blocks, expiry)
+        elif blocks > (trail[-1][0] if trail else 0):
+            memory.grow(blocks)
+
     def clear(self, slot: int) -> None:
         """The cache of `slot` is known to be empty. Runtime complexity: O(blocks it held), to free them."""
-        self._memories[slot] = _Memory(self._memories[slot].capacity)
+        self._memories[slot] = _Memory(self._memories[slot].total)
 
     def expire(self, now: float, limit: int | None = None) -> int:
         """Give up what was last used `ttl_s` or longer ago, `limit` blocks at most; how many were given up.
@@ -191,6 +255,7 @@ class PredictedBlocks:
     def _check(self) -> None:
         """Raise AssertionError unless all invariants hold. Runtime complexity: O(everything)."""
         for memory in self._memories.values():
+            assert memory.capacity <= MOST_GROWTH * memory.total
             assert memory.blocks == sum(len(stretch.keys) for stretch in memory.order) <= memory.capacity
             assert set(memory.table.values()) == set(memory.order)
             assert all(stretch.keys and memory.table[stretch.keys[0]] is stretch for stretch in memory.order)

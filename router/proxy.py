@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from discovery.logs import event
+from engines import vllm
 from engines.errors import EngineBroken, EngineClosed, EngineConnectTimeout, EngineError, EngineTimeout, EngineUnreachable
 from router import openai, stored
 from router.admission import Reason, Shed
@@ -50,10 +51,10 @@ log = logging.getLogger(__name__)
 class Trip:
     """What there will be to say about a request at its end."""
 
-    __slots__ = ("asked", "choice", "failure", "first_token_at", "ids", "left", "relay", "resumption", "started", "tries")
+    __slots__ = ("asked", "choice", "failure", "first_token_at", "ids", "left", "relay", "resumption", "sent_at", "started", "tries")
 
     def __init__(self, started: float) -> None:
-        self.started = started
+        self.started = self.sent_at = started
         self.asked: Asked | None = None
         self.choice: Choice | None = None
         """The latest one."""
@@ -205,7 +206,9 @@ class Proxy:
         trip.tries += 1
         explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []
         relay, body = self._relay(exchange, trip, choice, explained, first_token)
-        trip.relay = relay
+        trip.relay, trip.sent_at = relay, sent_at
+        if choice.wants_telling and choice.asked.takes_xargs:
+            body = openai.add_field(body, vllm.XARGS, vllm.TELL_AGAIN)
         line = self._lines.get(choice.endpoint.engine)
         if line is None:
             return Attempt(EngineUnreachable("the engine has just left"), repeats=repeats)
@@ -352,6 +355,8 @@ class Proxy:
         if usage is not None:
             fields["completion_tokens"], fields["cached_tokens"] = usage.completion_tokens, usage.cached_tokens
             self._metrics.cached(usage.cached_tokens or 0)
+            if trip.choice is not None and not (trip.failure or (trip.resumption is not None and trip.resumption.times)):
+                self._chooser.ended(trip.choice, usage, trip.sent_at)
         if relay.stream_failed:
             trip.failure = trip.failure or "the engine reported an error in its stream"
 

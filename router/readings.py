@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from discovery.relay import Relay
     from engines.types import Endpoint
     from router.caches import Caches
+    from router.calibration import Calibration
     from router.fleet import Fleet
     from router.gate import Gate
     from router.load import LoadBook
@@ -33,6 +34,7 @@ class Readings:
         fleet: Fleet,
         caches: Caches,
         load: LoadBook,
+        calibration: Calibration,
         mirror: Mirror,
         monitor: Monitor,
         relay: Relay,
@@ -45,6 +47,7 @@ class Readings:
         self._fleet = fleet
         self._caches = caches
         self._load = load
+        self._calibration = calibration
         self._mirror = mirror
         self._monitor = monitor
         self._relay = relay
@@ -60,6 +63,7 @@ class Readings:
         endpoints = [endpoint for member in self._fleet.members.values() for endpoint in member.info.endpoints]
         yield from self._engines(now)
         yield from self._endpoints(endpoints, now)
+        yield from self._calibrations()
         yield from self._events()
         yield from self._admission()
         yield "router_index_blocks", "Entries in all prefix tables.", (), [((), len(self._caches))]
@@ -108,6 +112,28 @@ class Readings:
             ("router_predicted_blocks", "Blocks believed cached by what was sent.", [self._caches.predicted_size(e) for e in endpoints]),
         ):
             yield name, text, ENDPOINT, [(label, float(value)) for label, value in zip(labels, values, strict=True)]
+
+    def _calibrations(self) -> Iterator[Reading]:
+        tallies = [
+            ((endpoint.engine, str(endpoint.rank), "kv" if by_events else "predicted"), tokens)
+            for endpoint, by_events, tokens in self._calibration.read()
+        ]
+        for name, text, label, fields in (
+            (
+                "router_cached_tokens_total",
+                "Prompt tokens cached, by KV events (kv) or by what was sent there: as predicted, and as the engine reported.",
+                "source",
+                ("predicted", "reported"),
+            ),
+            (
+                "router_cached_tokens_error_total",
+                "Of those: predicted and not reported (missing), reported and not predicted (unforeseen).",
+                "kind",
+                ("missing", "unforeseen"),
+            ),
+        ):
+            values = [((*labels, field), float(getattr(tokens, field))) for labels, tokens in tallies for field in fields]
+            yield name, text, (*ENDPOINT, "by", label), values
 
     def _admission(self) -> Iterator[Reading]:
         gate = self._gate

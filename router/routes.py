@@ -26,6 +26,10 @@ class PromptForm(enum.Enum):
     """`prompt`: text, token ids, or a list of either."""
     GENERATE = "generate"
     """SGLang's `text` or `input_ids`; vLLM's `token_ids`."""
+    MESSAGES = "messages"
+    """Anthropic's Messages API: read where vLLM serves it."""
+    RESPONSES = "responses"
+    """OpenAI's Responses API: likewise."""
     UNREAD = "unread"
     """Not read: such requests are routed by load alone."""
 
@@ -38,6 +42,8 @@ class Route(msgspec.Struct, frozen=True):
     engines: frozenset[EngineKind] = BOTH
     websocket: bool = False
     """Opened by a GET that asks for a WebSocket; every other route is a POST."""
+    takes_xargs: bool = False
+    """vLLM reads `vllm_xargs` from its bodies."""
 
     @property
     def method(self) -> str:
@@ -46,10 +52,10 @@ class Route(msgspec.Struct, frozen=True):
 
 
 _ROUTES: Final = (
-    Route("/v1/chat/completions", PromptForm.CHAT),
-    Route("/v1/completions", PromptForm.COMPLETION),
-    Route("/v1/responses"),
-    Route("/v1/messages"),
+    Route("/v1/chat/completions", PromptForm.CHAT, takes_xargs=True),
+    Route("/v1/completions", PromptForm.COMPLETION, takes_xargs=True),
+    Route("/v1/responses", PromptForm.RESPONSES, takes_xargs=True),
+    Route("/v1/messages", PromptForm.MESSAGES, takes_xargs=True),
     Route("/v1/messages/count_tokens"),
     Route("/v1/embeddings"),
     Route("/v1/rerank"),

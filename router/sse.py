@@ -56,6 +56,8 @@ class _Usage(msgspec.Struct):
     output_tokens: int | None = None
     input_tokens_details: _Details | None = None
     cache_read_input_tokens: int | None = None
+    """Beside `input_tokens`, not among them; so are those below."""
+    cache_creation_input_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -115,8 +117,9 @@ class Scanner:
         if found is None:
             return None
         details = found.prompt_tokens_details or found.input_tokens_details
+        told = found.prompt_tokens or found.input_tokens or 0
         return Usage(
-            prompt_tokens=found.prompt_tokens or found.input_tokens or 0,
+            prompt_tokens=told + (found.cache_read_input_tokens or 0) + (found.cache_creation_input_tokens or 0),
             completion_tokens=found.completion_tokens or found.output_tokens or 0,
             cached_tokens=details.cached_tokens if details is not None else found.cache_read_input_tokens,
         )

@@ -66,6 +66,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     salt: str | None = None
     session: str | None = None
+    tells_hits: bool = False
     request_id: str = ""
     transfer: dict[str, Any] | None = None
     """VLLM's `kv_transfer_params`."""
@@ -80,7 +81,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         if most is not None and most < limit:
             limit, ending = most, "length"
         prompts = [
-            Prompt(tokens, limit, ending, seed + self.seed + sample, self.salt, adapter, self.session)
+            Prompt(tokens, limit, ending, seed + self.seed + sample, self.salt, adapter, self.session, self.tells_hits)
             for tokens in self.prompts
             for sample in range(self.samples)
         ]
@@ -109,6 +110,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
 
 class _Chat(_Common, frozen=True, kw_only=True):
@@ -259,6 +261,7 @@ class Reader:
             seed=asked.seed or 0,
             salt=asked.cache_salt,
             session=asked.session_id,
+            tells_hits=self._kind is EngineKind.VLLM and (asked.vllm_xargs or {}).get("kv_cache_report_mode") == "full",
             request_id=asked.rid or "",
             transfer=asked.kv_transfer_params,
             rooms=_rooms(asked, len(prompts)),

@@ -38,6 +38,8 @@ class Prompt(msgspec.Struct, frozen=True):
     salt: str | None = None
     adapter: str | None = None
     session: str | None = None
+    tells_hits: bool = False
+    """Blocks found in the cache are announced again (vLLM's `kv_cache_report_mode: full`)."""
     handover: Handover | None = None
 
 
@@ -261,6 +263,8 @@ class Scheduler:
         fresh = -(-(found + count) // size) - len(hits)
         if not self.cache.fits(hits, fresh):
             return 0
+        if sequence.prompt.tells_hits and hits:
+            self.cache.changes.append(self._run(sequence, 0, len(hits)))
         self.cache.hold(hits)
         sequence.blocks = hits + self.cache.take(fresh)
         sequence.computed = found
@@ -300,11 +304,16 @@ class Scheduler:
 
     def _announce(self, sequence: Sequence, tokens: int) -> None:
         """Name the full blocks among the first `tokens` that have no name yet."""
-        size, names = self.cache.block_size, sequence.chain.names
-        first, last = sequence.stored, tokens // size
+        first, last = sequence.stored, tokens // self.cache.block_size
         if first >= last or not self._prefix_caching:
             return
-        run = Stored(
+        self.cache.store(sequence.blocks[first:last], self._run(sequence, first, last))
+        sequence.stored = last
+
+    def _run(self, sequence: Sequence, first: int, last: int) -> Stored:
+        """A sequence's blocks from `first` to before `last`, as they are announced."""
+        size, names = self.cache.block_size, sequence.chain.names
+        return Stored(
             names=tuple(names[first:last]),
             parent=names[first - 1] if first else None,
             tokens=tuple(sequence.tokens[first * size : last * size]),
@@ -312,8 +321,6 @@ class Scheduler:
             adapter=sequence.prompt.adapter,
             session=sequence.prompt.session,
         )
-        self.cache.store(sequence.blocks[first:last], run)
-        sequence.stored = last
 
     def _finish(self, sequence: Sequence) -> None:
         self._announce(sequence, sequence.computed)

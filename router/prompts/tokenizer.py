@@ -17,11 +17,15 @@ import fastokens
 import tokenizers
 
 from router.prompts.errors import TokenizerNotFound
+from router.prompts.pieces import Pieces
 
 Backend = Literal["fastokens", "tokenizers"]
 
 LONG_CHARS: dict[Backend, int] = {"fastokens": 64 * 1024, "tokenizers": 4 * 1024}
 """Longer texts are encoded in a thread, so that the loop is not kept for more than some 10 ms (measured, see docs/prompts.md)."""
+
+PIECE_CHARS: dict[Backend, int] = {"fastokens": 16 * 1024, "tokenizers": 4 * 1024}
+"""Twice as long texts are encoded in pieces of about this length."""
 
 CHECKED = (
     "",
@@ -54,9 +58,10 @@ class Tokenizer:
         except Exception as error:  # noqa: BLE001 - a Rust library: a model it does not support can fail with anything
             fast, self.why = None, f"fastokens cannot read it: {error}"
         if fast is None or self.why:
-            self.backend, self._pack = "tokenizers", _pack_slow(slow)
+            self.backend, pack_ = "tokenizers", _pack_slow(slow)
         else:
-            self.backend, self._pack = "fastokens", _pack_fast(fast)
+            self.backend, pack_ = "fastokens", _pack_fast(fast)
+        self.pieces = Pieces(pack_, PIECE_CHARS[self.backend], _added(slow))
         self.special_ids: Callable[[str], int | None] = slow.token_to_id if fast is None or self.why else fast.token_to_id
 
     def stalls(self, chars: int) -> bool:
@@ -64,8 +69,11 @@ class Tokenizer:
         return chars > LONG_CHARS[self.backend]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
-        """The ids as little-endian u32. Raises `UnicodeEncodeError` for a lone surrogate. About linear in the text's length."""
-        return self._pack(text, add_special_tokens)
+        """The ids as little-endian u32. Raises `UnicodeEncodeError` for a lone surrogate.
+
+        About linear in the length of what of a text has not been encoded lately.
+        """
+        return self.pieces.encode(text, add_special_tokens=add_special_tokens)
 
 
 def pack(ids: Sequence[int]) -> bytes:
@@ -119,9 +127,14 @@ def _pack_slow(made: tokenizers.Tokenizer) -> _Pack:
 
 def _probes(slow: tokenizers.Tokenizer) -> list[str]:
     """The fixed texts, and the same with the tokenizer's own added tokens in the midst."""
-    added = [token.content for _, token in sorted(slow.get_added_tokens_decoder().items())[:64]]
+    added = _added(slow)[:64]
     mixed = ["a".join(added), *(f"x{token} {token}\n{token}y" for token in added[:16])]
     return [*CHECKED, *mixed]
+
+
+def _added(slow: tokenizers.Tokenizer) -> list[str]:
+    """Its added tokens, in the order of their ids."""
+    return [token.content for _, token in sorted(slow.get_added_tokens_decoder().items())]
 
 
 def _difference(fast: fastokens.Tokenizer, slow: tokenizers.Tokenizer, texts: Sequence[str]) -> str:

@@ -28,6 +28,8 @@ class Setup(NamedTuple):
     """Data-parallel ranks. Rank r publishes at the engine's port + r."""
     dp_attention: bool = False
     """SGLang's other way to have ranks: one model, its attention computed by ranks with a cache of their own."""
+    replay_batches: int = 10_000
+    """Batches of KV events kept for replay."""
     arguments: tuple[str, ...] = ()
     """More command line, at its end."""
 
@@ -73,6 +75,7 @@ def vllm(setup: Setup = VLLM) -> Program:
             # "*" makes the publisher bind; with a host name it would connect
             "endpoint": f"tcp://*:{ports.events}",
             "replay_endpoint": f"tcp://*:{ports.replay}",
+            "buffer_steps": setup.replay_batches,
             "topic": "kv-events",
         }
         return [
@@ -127,6 +130,7 @@ def sglang(setup: Setup = SGLANG) -> Program:
             "publisher": "zmq",
             "endpoint": f"tcp://*:{ports.events}",
             "replay_endpoint": f"tcp://*:{ports.replay}",
+            "buffer_steps": setup.replay_batches,
             "topic": "kv-events",
         }
         return [

@@ -16,6 +16,7 @@ from engines.simulator.engine import SimulatedEngine
 from engines.simulator.faults import INFERENCE_PATHS, Delay
 from engines.simulator.faults import Answer as Answers
 from engines.types import EngineKind
+from router.routes import INFERENCE, Route
 from tests.rig import Router, fleet, routing
 from tests.waiting import until
 
@@ -222,6 +223,35 @@ def gauges(engine: SimulatedEngine, **values: float) -> Callable[[], None]:
         engine.faults.add(Answers(200, page, (("Content-Type", "text/plain; version=0.0.4"),)), path="/metrics", times=None)
 
     return freeze
+
+
+@pytest.mark.parametrize("policy", ["kv", "least-loaded"])
+async def test_R24_requests_to_any_path_are_spread_and_counted_alike(policy: str) -> None:
+    """Whether the policy can read their prompts, and whether the engine knows the path at all."""
+    routes = [route for route in INFERENCE.values() if not route.websocket and EngineKind.VLLM in route.engines]
+    assert len(routes) > 15
+    async with fleet(4) as engines, routing(engines, policy=policy, probe_timeout_s=30.0) as router:
+        for route in routes:
+            for engine in engines:
+                engine.faults.add(Delay(60.0), path=route.path, times=None)
+            before = await router.metric("router_requests_total", route=route.path)
+            body = {"model": "sim", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
+            async with asyncio.TaskGroup() as group:
+                sent = [group.create_task(router.post(route.path, body)) for _ in range(8)]
+
+                async def in_flight() -> bool:
+                    return await router.metric("router_active_requests") == 8
+
+                await until(in_flight, what=f"8 requests to {route.path} are in flight")
+                assert [await router.metric("router_active_requests", engine=engine.url) for engine in engines] == [2, 2, 2, 2], route.path
+                for request in sent:
+                    request.cancel()
+
+            async def counted(route: Route = route, before: float = before) -> bool:
+                over = await router.metric("router_requests_total", route=route.path) == before + 8
+                return over and await router.metric("router_active_requests") == 0
+
+            await until(counted, what=f"they are given back and counted under {route.path}")
 
 
 @pytest.mark.parametrize("policy", ["kv", "least-loaded", "power-of-two"])

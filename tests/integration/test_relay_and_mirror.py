@@ -309,8 +309,9 @@ async def test_a_relay_that_dies_makes_its_engines_stale_and_the_next_one_mends_
         await until(lambda: mirror.signal(engine.endpoint, time.monotonic()) == LIVE)
 
 
+@pytest.mark.parametrize("blocks", [5, 400], ids=["one chunk", "several chunks"])
 @pytest.mark.parametrize("changed", [False, True], ids=["unchanged", "changed meanwhile"])
-async def test_R34_a_relay_that_takes_over_takes_nothing_away_meanwhile(changed: bool) -> None:
+async def test_R34_a_relay_that_takes_over_takes_nothing_away_meanwhile(changed: bool, blocks: int) -> None:
     """Looked at in every turn of the loop: what the router knows is never less than what the engine has held all the time."""
     async with fleet() as made, ToyEngine() as engine, made.mirror(engine.info()) as (mirror, index):
         async with connected(made.url, "first") as bus:
@@ -318,18 +319,18 @@ async def test_R34_a_relay_that_takes_over_takes_nothing_away_meanwhile(changed:
             first.follow(engine.info())
             async with running(first.run()):
                 for number in range(50):
-                    engine.serve(prompt(number, 5))
+                    engine.serve(prompt(number, blocks))
                 await copied(mirror, index, engine)
         least = len(engine.held)
         if changed:
-            engine.evict(prompt(7, 5), keep=2)
-            engine.serve(prompt(60, 5))
-            least -= 3
+            engine.evict(prompt(7, blocks), keep=2)
+            engine.serve(prompt(60, blocks))
+            least -= blocks - 2
         seen: list[int] = []
 
         async def look() -> None:
             while True:
-                seen.append(len(index.keys(engine.endpoint)))
+                seen.append(len(index.held[engine.endpoint]))
                 assert mirror.ready(engine.endpoint)
                 await asyncio.sleep(0)
 

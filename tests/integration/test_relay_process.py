@@ -62,7 +62,8 @@ class Traffic:
                 text = self.texts[self.asked % len(self.texts)]
                 answer = await router.chat(text)
                 self.asked += 1
-                if answer.status != 200 or answer.overlap_tokens == 0 or answer.cached_tokens == 0:
+                known_elsewhere = answer.reason == "load_outweighed"  # what the other router has in flight weighed more, which is no miss
+                if answer.status != 200 or not (known_elsewhere or (answer.overlap_tokens and answer.cached_tokens)):
                     self.missed.append(f"{answer.status} {answer.signal} {answer.reason} {answer.overlap_tokens} {answer.cached_tokens}")
 
     async def goes_on(self, rounds: int) -> None:
@@ -91,7 +92,7 @@ async def test_routers_take_from_the_bus_what_a_relay_of_its_own_reads(kind: Eng
 
 
 async def test_R34_of_two_relays_one_has_each_engine_and_its_death_costs_no_hit(nats: NatsServer, tmp_path: Path) -> None:
-    texts = [prompt(str(number), 60) for number in range(6)]
+    texts = [prompt(str(number)) for number in range(6)]
     async with (
         fleet(2) as engines,
         relay(engines, nats.url, tmp_path / "one") as one,

@@ -97,7 +97,18 @@ async def test_R1_a_configured_block_size_that_disagrees_is_a_visible_mismatch()
 
             await until(named, what="the mismatch is named")
             again = await router.chat(prompt("b"))
-            assert (first.status, again.status, again.signal) == (200, 200, "mismatch")
+            assert (first.status, again.status, again.signal, again.reason) == (200, 200, "mismatch", "predicted")
+            assert again.overlap_tokens == again.cached_tokens > 0
+
+
+async def test_R1_a_block_size_that_a_hybrid_model_chose_is_learned() -> None:
+    text = prompt("a", 1000)
+    async with fleet(1, block_size=2096) as (engine,), routing([engine]) as router:
+        await router.chat(text)
+        await holds(router, engine.url, text)
+        again = await router.chat(text)
+        assert (again.reason, again.signal) == ("kv", "live")
+        assert again.overlap_tokens == again.cached_tokens == 2096
 
 
 async def test_R2_two_engines_of_one_model_with_different_block_sizes_both_get_their_prompts_back() -> None:
@@ -172,6 +183,13 @@ async def test_R4_when_the_event_feed_dies_the_decisions_reason_changes() -> Non
         await until(stale, what="the silence is noticed")
         again = await router.chat(prompt("b"))
         assert (again.reason, again.signal) == ("predicted", "stale")
+        assert again.overlap_tokens == again.cached_tokens > 0
+
+        engine.faults.kv.muted = False
+        await router.chat(prompt("c"))
+        await holds(router, engine.url, prompt("c"))
+        again = await router.chat(prompt("c"))
+        assert (again.reason, again.signal) == ("kv", "live")
 
 
 async def test_R7_an_engine_restarted_in_place_is_believed_empty() -> None:
@@ -207,6 +225,55 @@ async def test_R36_equal_prompts_that_arrive_while_the_first_is_prefilling_do_no
         answers = await asyncio.gather(*(router.chat(prompt("a")) for _ in range(8)))
         assert len({answer.engine for answer in answers}) == 1
         assert {answer.reason for answer in answers} == {"no_shared_prefix", "in_flight"}
+
+
+async def test_R18_a_conversation_is_found_in_whichever_form_it_comes_back_or_says_why_not() -> None:
+    text = prompt("a")
+    message = {"role": "user", "content": text}
+    forms: dict[str, dict[str, object]] = {
+        "/v1/chat/completions": {"messages": [message]},
+        "/v1/messages": {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}], "max_tokens": 1},
+        "/v1/responses": {"input": [{"role": "user", "content": [{"type": "input_text", "text": text}]}]},
+    }
+    for kind in EngineKind:
+        async with fleet(1, kind=kind) as (engine,), routing([engine]) as router:
+            await router.chat(text)
+            await holds(router, engine.url, text)
+            for path, body in forms.items():
+                told = (await router.post(f"/route?path={path}", {"model": "sim"} | body)).json
+                if kind is EngineKind.VLLM or path == "/v1/chat/completions":
+                    assert (told["reason"], told["overlap_tokens"] > 0) == ("kv", True), (path, told)
+                else:
+                    assert (told["reason"], told["untokenizable"]) == ("untokenizable", f"what SGLang makes of {path} is not known here")
+            strange = {"model": "sim", "input": 7, "messages": [[message]], "system": {"a": 1}}
+            for path in forms:
+                assert (await router.post(f"/route?path={path}", strange)).json["reason"] == "untokenizable"
+
+
+@pytest.mark.parametrize("tail_words", [20])
+async def test_R20_one_prefix_with_distinct_tails_is_reused_and_still_spread(tail_words: int) -> None:
+    """Reuse is what the engines count; pinned to one of them, all but the first prompt would find the prefix."""
+    common = prompt("common", 330)
+    async with (
+        fleet(8, speedup=1, prefill_tokens_per_s=20_000, decode_step_ms=20, kv_blocks=8192, max_num_seqs=200) as engines,
+        routing(engines) as router,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False) as session,
+    ):
+        many = Router(router.url, session)
+        prefix = (await router.route(common))["prompt_tokens"]
+        assert 900 < prefix < 1100
+        texts = [f"{common} {prompt(f'tail{number}-', tail_words)}" for number in range(200)]
+        async with asyncio.TaskGroup() as group:
+            answers = [group.create_task(many.chat(text, max_tokens=300)) for text in texts]
+
+            async def in_flight() -> bool:
+                return await router.metric("router_active_requests") == 200
+
+            await until(in_flight, what="all 200 are in flight")
+            shares = [await router.metric("router_active_requests", engine=engine.url) for engine in engines]
+        assert {answer.result().status for answer in answers} == {200}
+    assert max(shares) <= 1.5 * sum(shares) / 8, shares
+    assert sum(engine.counters.hits for engine in engines) >= 0.8 * 199 * (prefix - 16)
 
 
 async def test_prompts_that_share_nothing_divide_evenly_over_idle_engines() -> None:

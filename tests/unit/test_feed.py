@@ -123,6 +123,74 @@ def test_a_loss_is_a_new_epoch_and_partial_until_the_cache_is_known_whole_again(
     assert sent.feed.signal == LIVE
 
 
+def partial(turnover: int | None = None, *, replays: bool = True) -> Sent:
+    """A feed that has lost batches, or that cannot ask for any."""
+    sent = Sent()
+    numbers = itertools.count()
+    sent.feed = Feed(
+        Endpoint("http://e:1"), None, lambda: f"life.{next(numbers)}", sent.messages.append, replays=replays, turnover=turnover
+    )
+    sent.feed.restarted("joined")
+    sent.feed.caught_up()
+    if replays:
+        sent.batch(stored(100, 1, 2))
+        sent.feed.lost(1, 3)
+    sent.take()
+    return sent
+
+
+def test_what_is_told_again_while_it_is_partial_is_gone_with_one_removal() -> None:
+    sent = partial()
+    for _ in range(3):
+        sent.batch(stored(101, 3, 4))
+    assert sent.feed.counts.blocks == 1
+    sent.batch(Removed([101]))
+    assert sent.feed.counts.blocks == 0
+
+
+def test_copies_are_counted_again_once_it_is_whole() -> None:
+    sent = partial()
+    sent.batch(Cleared())
+    for _ in range(2):
+        sent.batch(stored(101, 3, 4))
+    sent.batch(Removed([101]))
+    assert sent.feed.counts.blocks == 1, "the other copy"
+
+
+def test_it_is_whole_when_as_many_blocks_have_been_learned_as_the_engine_has() -> None:
+    sent = partial(turnover=3)
+    for name in (101, 101, 102, 101):
+        sent.batch(stored(name, name, 4))
+        assert sent.feed.signal.state is SignalState.PARTIAL, "those told again are not learned twice"
+    sent.batch(Removed([101]))
+    assert sent.feed.signal.state is SignalState.PARTIAL
+    messages = sent.batch(stored(103, 5, 6))
+    assert isinstance(messages[-1], Beacon)
+    assert messages[-1].signal == "live"
+
+
+def test_without_a_way_to_be_told_again_a_turnover_proves_nothing() -> None:
+    sent = partial()
+    for name in range(200, 300):
+        sent.batch(stored(name, name, 4))
+    assert sent.feed.signal.state is SignalState.PARTIAL
+
+
+def test_an_engine_without_replay_is_partial_until_its_first_batch_is_heard_to_be_the_first() -> None:
+    sent = partial(replays=False)
+    assert sent.feed.signal.state is SignalState.PARTIAL
+    assert "no replay endpoint" in sent.feed.signal.reason
+    assert sent.feed.counts.restarts == 0
+    sent.batch(stored(100, 1, 2))
+    assert sent.feed.signal == LIVE
+
+    late = partial(replays=False)
+    late.feed.lost(0, 41)
+    late.batch(stored(100, 1, 2))
+    assert late.feed.signal.state is SignalState.PARTIAL
+    assert "0 to 41" in late.feed.signal.reason
+
+
 def test_a_mismatch_is_told_with_the_batch_that_shows_it() -> None:
     sent = Sent(block_size=16)
     messages = sent.batch(stored(100, 1, 2))

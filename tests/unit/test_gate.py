@@ -12,6 +12,7 @@ from discovery.signal import LIVE, Signal
 from engines.types import Endpoint, EngineInfo, EngineKind, EngineSpec, Model
 from router.admission import QueueLimits, Reason, Shed
 from router.caches import Caches
+from router.calibration import Calibration
 from router.chooser import Choice, Chooser
 from router.fleet import Fleet, Member
 from router.gate import AT_ONCE, Gate, HeaderNames, Place, Visit
@@ -273,6 +274,9 @@ class NoSignals:
     def served(self, endpoint: Endpoint, now: float, new_blocks: int, *, sent_at: float | None = None) -> None:
         pass
 
+    def hit(self, endpoint: Endpoint, blocks: int, *, known: int, new: int, sent_at: float) -> None:
+        pass
+
 
 async def test_those_who_wait_do_not_fall_upon_an_engine_that_was_full_all_at_once() -> None:
     now = 100.0
@@ -280,7 +284,7 @@ async def test_those_who_wait_do_not_fall_upon_an_engine_that_was_full_all_at_on
     fleet.add(EngineInfo(ENGINE.engine, EngineSpec(ENGINE.engine), EngineKind.VLLM, "1", (Model("m"),)))
     fleet.serve(ENGINE.engine)
     scheduler = Scheduler(RoundRobin(), "round-robin", 0.0, random.Random(1))
-    chooser = Chooser(fleet, Caches(), book, scheduler, NoSignals(), clock=lambda: now)
+    chooser = Chooser(fleet, Caches(), book, scheduler, NoSignals(), Calibration(), clock=lambda: now)
     gate = Gate(chooser, QueueLimits(max_wait_s=60.0), NAMES, waited=lambda _: None, clock=lambda: now)
     with await gate.enter(asked(), set(), Visit([], "", now)) as first:
         chooser.refused(first.choice, 5.0)

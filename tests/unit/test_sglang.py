@@ -66,6 +66,20 @@ def test_a_chat_brings_no_ids_where_its_template_has_stop_strings() -> None:
     assert not sglang.texts_take_ids(server(completion_template="qwen_coder"))
 
 
+@pytest.mark.parametrize(
+    ("hicache", "blocks"),
+    [
+        ({}, None),
+        ({"enable_hierarchical_cache": True, "hicache_ratio": 2.5}, 2560),
+        ({"enable_hierarchical_cache": False, "hicache_ratio": 2.5}, None),
+        ({"enable_hierarchical_cache": True, "hicache_ratio": 2, "hicache_size": 30}, None),
+        ({"enable_hierarchical_cache": True, "hicache_ratio": None}, None),
+    ],
+)
+def test_a_host_tier_counts_in_blocks_where_it_is_sized_by_the_device_s(hicache: dict[str, object], blocks: int | None) -> None:
+    assert sglang.host_blocks(server(**hicache)) == blocks
+
+
 def test_without_kv_events_the_ranks_are_still_known_and_there_is_no_source() -> None:
     info = server(kv_events=None, kv_events_config=None, dp_size=4)
     assert sglang.ranks(info) == (0, 1, 2, 3)

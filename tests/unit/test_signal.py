@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from discovery.signal import LIVE, UNPUBLISHED, Signal, SignalState, SignalTracker
+from discovery.signal import AGREEMENTS, LIVE, UNPUBLISHED, Signal, SignalState, SignalTracker
 
 
 def tracker(*, publishes: bool = True) -> SignalTracker:
@@ -161,3 +161,67 @@ def test_a_lost_bus_is_stale_until_it_is_back_and_its_silence_is_not_the_engine_
     assert made.state(12.0) == Signal(SignalState.STALE, "the bus has been gone for 10 s")
     made.bus_back(12.0)
     assert made.state(12.0) == LIVE
+
+
+PARTIAL = Signal(SignalState.PARTIAL, "batches 0 to 3")
+
+
+def hits(made: SignalTracker, count: int, blocks: int, known: int) -> None:
+    for _ in range(count):
+        made.hit(blocks, known, new=1, sent_at=0.0)
+
+
+def test_a_partial_signal_is_live_again_when_all_hits_were_known_for_a_while() -> None:
+    made = tracker()
+    made.beacon(PARTIAL, 1.0)
+    hits(made, AGREEMENTS - 1, blocks=4, known=4)
+    assert made.state(1.0) == PARTIAL
+    hits(made, 1, blocks=3, known=4)
+    assert made.state(1.0) == LIVE
+    made.beacon(PARTIAL, 2.0)
+    assert made.state(2.0) == LIVE, "its relay knows no more than before"
+
+
+def test_a_hit_of_more_than_was_known_makes_it_partial_again() -> None:
+    made = tracker()
+    made.beacon(PARTIAL, 1.0)
+    hits(made, AGREEMENTS, blocks=4, known=4)
+    hits(made, 1, blocks=5, known=4)
+    assert made.state(1.0) == PARTIAL
+    hits(made, AGREEMENTS - 1, blocks=4, known=4)
+    assert made.state(1.0) == PARTIAL, "they have to be in a row"
+
+
+def test_prompts_that_found_nothing_prove_nothing() -> None:
+    made = tracker()
+    made.beacon(PARTIAL, 1.0)
+    hits(made, 100, blocks=0, known=0)
+    hits(made, 100, blocks=0, known=7)
+    assert made.state(1.0) == PARTIAL
+
+
+def test_what_agreed_before_a_new_loss_does_not_count_after_it() -> None:
+    made = tracker()
+    made.beacon(PARTIAL, 1.0)
+    hits(made, AGREEMENTS, blocks=4, known=4)
+    made.restarted()
+    made.beacon(PARTIAL, 2.0)
+    assert made.state(2.0) == PARTIAL
+
+
+def test_agreement_makes_nothing_else_live() -> None:
+    made = tracker()
+    made.beacon(Signal(SignalState.MISMATCH, "block size"), 1.0)
+    hits(made, AGREEMENTS, blocks=4, known=4)
+    assert made.state(1.0).state is SignalState.MISMATCH
+
+
+def test_a_prompt_that_the_engine_had_whole_is_owed_no_event() -> None:
+    made = tracker()
+    made.beacon(PARTIAL, 1.0)
+    made.served(2.0, new_blocks=4, sent_at=1.5)
+    made.hit(4, known=0, new=0, sent_at=1.5)
+    assert beaconed(made, 9.0).state(9.0).state is SignalState.LIVE
+    made.served(10.0, new_blocks=4, sent_at=9.5)
+    made.hit(4, known=0, new=0, sent_at=11.0)
+    assert beaconed(made, 20.0).state(20.0).state is SignalState.BLIND, "that was a later one"

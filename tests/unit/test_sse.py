@@ -95,7 +95,7 @@ def test_an_error_inside_a_stream_is_noticed(line: bytes, failed: bool) -> None:
         ([TOKEN, USAGE, DONE], Usage(7, 2, None)),
         ([b'data: {"usage":{"prompt_tokens":7,"completion_tokens":1}}', b'data: {"usage": null}'], Usage(7, 1, None)),
         ([b'data: {"usage":{"prompt_tokens":7,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":5}}}'], Usage(7, 2, 5)),
-        ([b'data: {"usage":{"input_tokens":7,"output_tokens":2,"cache_read_input_tokens":4}}'], Usage(7, 2, 4)),
+        ([b'data: {"usage":{"input_tokens":7,"output_tokens":2,"cache_read_input_tokens":4}}'], Usage(11, 2, 4)),
         ([b'data: {"usage":{"input_tokens":7,"input_tokens_details":{"cached_tokens":3},"output_tokens":2}}'], Usage(7, 2, 3)),
         ([b'data: {"usage":{"prompt_tokens":"seven"}}'], None),
         ([b'data: {"choices":[{"delta":{"content":"{\\"usage\\":{\\"prompt_tokens\\":1}}"}}]}'], None),

@@ -9,6 +9,7 @@ import pytest
 from discovery.digests import digest_of, digest_of_all, xor_of
 from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, Store
 from discovery.sync import (
+    AT_ONCE,
     INHERITED_S,
     RETIRED_S,
     RETRY_S,
@@ -190,10 +191,34 @@ def test_R34_what_another_relay_told_counts_until_the_one_that_takes_over_has_to
     assert isinstance(request, RequestSnapshot)
     assert (sync.synced, sync.inherited, sync.blocks) == (True, True, 2)
     assert sync.batch(batch(0, remove(3), epoch=B0), 5.0) == [], "kept until the snapshot is there"
-    assert sync.chunk(chunk(0, 0, 2, store(1), epoch=B0), request.attempt, 5.1) == [ClearAll(), Apply([store(1)])]
-    assert not sync.synced
-    assert sync.chunk(chunk(0, 1, 2, store(3), epoch=B0), request.attempt, 5.1) == [Apply([store(3)]), Apply([remove(3)])]
+    assert sync.chunk(chunk(0, 0, 2, store(1), epoch=B0), request.attempt, 5.1) == []
+    assert (sync.synced, sync.inherited, sync.blocks) == (True, True, 2)
+    whole = sync.chunk(chunk(0, 1, 2, store(3), epoch=B0), request.attempt, 5.1)
+    assert whole == [ClearAll(), Apply([store(1)]), Apply([store(3)]), Apply([remove(3)])]
     assert (sync.synced, sync.inherited, sync.blocks, sync.counts.resyncs) == (True, False, 1, {"relay": 1})
+
+
+def test_a_large_snapshot_takes_the_place_of_an_inherited_copy_as_it_comes() -> None:
+    sync, of = synced_to(1, 2), AT_ONCE + 1
+    [request] = sync.beacon(beacon(0, 1, 3, epoch=B0), 5.0)
+    assert isinstance(request, RequestSnapshot)
+    assert sync.chunk(chunk(0, 0, of, store(1), epoch=B0), request.attempt, 5.1) == [ClearAll(), Apply([store(1)])]
+    assert not sync.synced
+    for number in range(1, of):
+        assert sync.chunk(chunk(0, number, of, store(2 + number), epoch=B0), request.attempt, 5.1) == [Apply([store(2 + number)])]
+    assert (sync.synced, sync.blocks) == (True, of)
+
+
+def test_of_a_snapshot_that_breaks_off_nothing_takes_the_place_of_an_inherited_copy() -> None:
+    sync = synced_to(1, 2)
+    [request] = sync.beacon(beacon(0, 1, 3, epoch=B0), 5.0)
+    assert isinstance(request, RequestSnapshot)
+    assert sync.chunk(chunk(0, 0, 3, store(1), epoch=B0), request.attempt, 5.1) == []
+    assert sync.chunk(chunk(0, 2, 3, store(3), epoch=B0), request.attempt, 5.1) == []
+    attempt = attempt_of(sync.tick(5.1 + RETRY_S))
+    assert (sync.synced, sync.inherited, sync.blocks) == (True, True, 2)
+    assert sync.chunk(chunk(0, 0, 1, store(3), epoch=B0), attempt, 7.2) == [ClearAll(), Apply([store(3)])]
+    assert (sync.synced, sync.inherited, sync.blocks) == (True, False, 1)
 
 
 def test_R34_who_takes_over_and_has_the_same_needs_to_say_no_more() -> None:

@@ -108,3 +108,22 @@ def test_where_the_engine_binds_everywhere_we_connect_to_its_host(endpoint: str)
 )
 def test_an_engine_that_publishes_nothing_has_no_source(answer: bytes) -> None:
     assert vllm.read_kv_sources(answer, "h") == ()
+
+
+@pytest.mark.parametrize(
+    ("version", "tells"),
+    [
+        ("0.32.0", True),
+        ("0.26.1", True),
+        ("1.0", True),
+        ("0.32.0+cpu", True),
+        ("0.25.3", False),
+        ("0.9", False),
+        ("dev", False),
+        ("", False),
+    ],
+)
+def test_which_versions_can_be_had_to_tell_again_what_they_find_cached(version: str, tells: bool) -> None:
+    info = msgspec.structs.replace(engine(0), version=version)
+    assert vllm.tells_again(info) is tells
+    assert not vllm.tells_again(msgspec.structs.replace(info, kind=EngineKind.SGLANG))
