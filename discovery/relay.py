@@ -30,6 +30,7 @@ from discovery.logs import event
 from discovery.messages import SnapshotRequest, StreamMessage
 from discovery.subjects import Subjects
 from engines.subscriber import KvSubscriber, SubscriberCounts
+from engines.turns import Turns
 from engines.types import Endpoint, EngineInfo, KvSource
 from engines.vllm import tells_again
 
@@ -98,10 +99,12 @@ class Relay:
         self._context = context
         self._local = local
         self._alone = alone
+        self._turns = Turns()
         self._beacon_period_s = beacon_period_s
         self._followed: dict[Endpoint, _Followed] = {}
         self._ended: list[asyncio.Task[None]] = []
-        self._wanted: dict[tuple[Endpoint, str], None] = {}
+        self._wanted: dict[str, tuple[Endpoint, str]] = {}
+        """Who asks for what → whose snapshot goes where. Who asks again keeps its place in line, and only its last question is answered."""
         self._changed = asyncio.Event()
         self._asked = asyncio.Event()
         self._flush_at: asyncio.TimerHandle | None = None
@@ -143,12 +146,7 @@ class Relay:
                 tasks.create_task(self._answer(), name="relay snapshots")
                 tasks.create_task(self._look(), name="relay joins")
                 while True:
-                    for ended in self._ended:
-                        ended.cancel()
-                    self._ended.clear()
-                    for endpoint, followed in self._followed.items():
-                        if followed.task is None:
-                            followed.task = tasks.create_task(self._pull(followed), name=f"kv events {endpoint}")
+                    self._begin_and_end(tasks)
                     self._changed.clear()
                     await self._changed.wait()
         finally:
@@ -189,7 +187,16 @@ class Relay:
             self._local.detach(endpoint)
         if followed.task is not None:
             self._ended.append(followed.task)
+            followed.task = None  # which knows, by how it ended, all that it was about: a cycle, and the memory of a whole cache in it
         self._changed.set()
+
+    def _begin_and_end(self, tasks: asyncio.TaskGroup) -> None:
+        for ended in self._ended:
+            ended.cancel()
+        self._ended.clear()
+        for endpoint, followed in self._followed.items():
+            if followed.task is None:
+                followed.task = tasks.create_task(self._pull(followed), name=f"kv events {endpoint}")
 
     def _flush_soon(self) -> None:
         """At once when nothing was sent just now, else together with what comes until then."""
@@ -207,7 +214,7 @@ class Relay:
         followed.brought_at = time.monotonic()
         while True:
             try:
-                await KvSubscriber(self._context, followed.source, followed.feed, counts=followed.counts).run()
+                await KvSubscriber(self._context, followed.source, followed.feed, counts=followed.counts, turns=self._turns).run()
             except Exception:  # noqa: BLE001  see above; it is logged whole, shown in the signal, and counted
                 _log.exception("following KV events failed", extra={"fields": {"endpoint": str(followed.feed.endpoint)}})
                 followed.feed.crashed("reading its events failed; the relay's log says how")
@@ -240,14 +247,15 @@ class Relay:
     def _on_request(self, subject: str, payload: bytes, reply: str) -> None:
         del subject
         try:
-            wanted = (_requests.decode(payload).endpoint, reply)
+            endpoint = _requests.decode(payload).endpoint
         except msgspec.MsgspecError:
             self.rejected += 1
             return
-        if not reply or (wanted not in self._wanted and len(self._wanted) >= MAX_REQUESTS):
+        asker = reply.rpartition(".")[0]  # the rest is the number of its question
+        if not reply or (asker not in self._wanted and len(self._wanted) >= MAX_REQUESTS):
             self.rejected += 1
             return
-        self._wanted[wanted] = None
+        self._wanted[asker] = endpoint, reply
         self._asked.set()
 
     async def _answer(self) -> None:
@@ -256,15 +264,17 @@ class Relay:
             await self._asked.wait()
             self._asked.clear()
             while self._wanted:
-                endpoint, reply = next(iter(self._wanted))
-                del self._wanted[endpoint, reply]
-                followed = self._followed.get(endpoint)
-                if followed is None or not followed.feed.complete:
-                    continue  # whoever asked hears of it when it is
-                followed.feed.beacon()  # whoever asks has not heard the last one
-                for chunk in followed.feed.snapshot():
-                    await self._bus.room()
-                    self._bus.publish(reply, _encode(chunk))
+                await self._send_snapshot(*self._wanted.pop(next(iter(self._wanted))))
+
+    async def _send_snapshot(self, endpoint: Endpoint, reply: str) -> None:
+        followed = self._followed.get(endpoint)
+        if followed is None or not followed.feed.complete:
+            return  # whoever asked hears of it when it is
+        followed.feed.beacon()  # whoever asks has not heard the last one
+        for chunk in followed.feed.snapshot():
+            await self._bus.room()
+            self._bus.publish(reply, _encode(chunk))
+            await asyncio.sleep(0)  # while there is room, nothing above waits
 
 
 def _epochs() -> Callable[[], str]:

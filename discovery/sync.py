@@ -38,7 +38,8 @@ from engines.blocks import KEY_BYTES
 RETIRED_S = 10.0
 """How long the messages of a dead epoch may still be on their way; several times the beacons' period."""
 RETRY_S = 2.0
-"""How long without a chunk before a snapshot counts as lost."""
+MAX_RETRY_S = 32.0
+"""How long without a chunk before a snapshot counts as lost; doubles each time, since the line before it may only be long."""
 MOST_BEHIND = 2
 """One beacon that is behind us may have been overtaken on its way; not so several in a row."""
 MIN_RESYNC_S = 0.05
@@ -148,6 +149,7 @@ class StreamSync:
         """What has come of a snapshot that is to be applied as a whole."""
         self._due = 0.0
         self._wait_s = MIN_RESYNC_S
+        self._patience_s = RETRY_S
         self._asked_at = float("-inf")
         self._spoken_at = float("-inf")
 
@@ -242,7 +244,7 @@ class StreamSync:
             self._gathered = [] if self.inherited and chunk.chunks <= AT_ONCE else None
             if self._gathered is None:
                 self._replace(actions)
-        self._due = now + RETRY_S
+        self._due = now + self._patience_s
         self._chunk = chunk
         last = chunk.chunk == chunk.chunks - 1
         if self._gathered is None:
@@ -267,6 +269,7 @@ class StreamSync:
         if self.phase is not Phase.SYNCED and now >= self._due:
             if self._asked and self._asked_at + RETRY_S <= now:
                 self._count(Why.UNANSWERED)
+                self._patience_s = min(2 * self._patience_s, MAX_RETRY_S)
             elif self.phase is Phase.UNKNOWN:
                 self._count(Why.JOINED)
             self._request(now, actions)
@@ -350,7 +353,7 @@ class StreamSync:
         self._kept.clear()  # what was heard before the request is in its answer
         self._kept_bytes = 0
         self._asked_at = now
-        self._due = now + RETRY_S
+        self._due = now + self._patience_s
         self._wait_s = min(2 * self._wait_s, MAX_RESYNC_S)
         self.counts.requests += 1
         actions.append(RequestSnapshot(self._attempt))
@@ -370,6 +373,7 @@ class StreamSync:
 
     def _complete(self, seq: int, now: float, actions: list[Action]) -> None:
         self.counts.snapshots += 1
+        self._patience_s = RETRY_S
         self.phase = Phase.SYNCED
         self._doubted = False
         self._chunk = None

@@ -72,6 +72,10 @@ class EngineClient:
         """A client for the engine that `spec` names."""
         return cls(session, spec.url, api_key=spec.api_key, timeout_s=timeout_s)
 
+    def elsewhere(self, url: str) -> EngineClient:
+        """A client for another server of the same engine, which is not given its key."""
+        return EngineClient(self._session, url, timeout_s=self._timeout_s, max_bytes=self._max_bytes)
+
     async def ask(self, path: str) -> Reply:
         """The answer to `GET path`, whatever its status."""
         return await self._ask("GET", path, None)

@@ -55,6 +55,10 @@ class EngineBroken(EngineError):
     """The response began and then broke off or was not HTTP: it can only be continued, never repeated."""
 
 
+class TransferFailed(EngineError):
+    """A decode engine did not get the KV cache of a prompt that another engine had computed for it; no token has been generated."""
+
+
 class NotAnEngine(EngineError):
     """Something answered at the URL, and it is neither vLLM nor SGLang; the message says what it was."""
 

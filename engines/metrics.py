@@ -36,6 +36,8 @@ class CacheConfig(msgspec.Struct, frozen=True):
     block_size: int | None = None
     """Tokens per published block: of the full-attention group where the engine tells it apart (a hybrid model picks it at boot)."""
     total_blocks: int | None = None
+    dtype: str = ""
+    """How the cache is stored; `auto` is as the weights are."""
 
 
 Sample = tuple[Mapping[str, str], float]
@@ -104,7 +106,7 @@ def read_cache_config(text: str) -> dict[int, CacheConfig]:
         rank = whole(labels.get("engine", "0"))
         if rank is not None:
             size = whole(labels.get("effective_attention_block_size")) or whole(labels.get("block_size"))
-            found[rank] = CacheConfig(size, whole(labels.get("num_gpu_blocks")))
+            found[rank] = CacheConfig(size, whole(labels.get("num_gpu_blocks")), labels.get("cache_dtype", ""))
     return dict(sorted(found.items()))
 
 

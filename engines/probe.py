@@ -16,9 +16,10 @@ import msgspec
 
 from engines import metrics, sglang, vllm
 from engines.client import EngineClient, Reply, excerpt
-from engines.errors import EngineAnswered, EngineBroken, EngineNotReady, NotAnEngine
+from engines.errors import EngineAnswered, EngineBroken, EngineNotReady, EngineTimeout, EngineUnreachable, NotAnEngine
+from engines.handover import BadHandshake, engine_ids
 from engines.metrics import EngineLoad
-from engines.types import EngineInfo, EngineKind, EngineSpec, KvSource, Model
+from engines.types import Connector, EngineInfo, EngineKind, EngineSpec, KvSource, Model, Role
 from engines.urls import at_rank, host_of, reachable
 from engines.zmtp import socket_type
 
@@ -111,9 +112,10 @@ def describe(info: EngineInfo) -> str:
         load = f"; load {', '.join(source.events for source in info.load_sources)}"
     else:
         load = "" if info.load_path is not None else "; reports no load"
+    transfer = "" if info.role is Role.AGGREGATED else f"; {info.role}, hands KV over by {info.connector}"
     return (
         f"{info.id} is {_NAMES[info.kind]} {info.version}: {models}; {size}{blocks}; {ranks}; {events}; "
-        f"tokenizer {info.tokenizer or 'unknown'}{load}"
+        f"tokenizer {info.tokenizer or 'unknown'}{load}{transfer}"
     )
 
 
@@ -135,6 +137,7 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
         why = "it was started without --kv-events-config"
     else:
         why = f"vLLM {version} does not say where ({told.status} at {vllm.KV_EVENT_SOURCES}, which came with 0.31); give kv-events"
+    connector = _vllm_connector(spec)
     ranks = tuple(source.rank for source in sources) or tuple(caches) or (0,)
     cache = caches.get(ranks[0], metrics.CacheConfig())
     sources = _as_given(spec, client.url, sources, ranks)
@@ -153,8 +156,34 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
         texts_take_ids=True,
         load_path=vllm.METRICS if page.ok else None,  # one page without load is no reason never to look again
         no_kv_events="" if sources else why,
+        role=spec.role or Role.AGGREGATED,
+        connector=connector,
+        bootstrap=spec.bootstrap,
+        transfer_ids=await _transfer_ids(client, spec, version) if connector is Connector.MOONCAKE and spec.role is Role.PREFILL else (),
+        kv_dtype=cache.dtype,
         boot=metrics.read_boot(text),
     )
+
+
+def _vllm_connector(spec: EngineSpec) -> Connector | None:
+    """How it hands KV over. vLLM does not say, except in development mode, in an answer that takes seconds."""
+    if spec.role in {None, Role.AGGREGATED}:
+        return None
+    return spec.connector or (Connector.NIXL if spec.bootstrap is None else Connector.MOONCAKE)
+
+
+async def _transfer_ids(client: EngineClient, spec: EngineSpec, version: str) -> tuple[tuple[int, str], ...]:
+    if spec.bootstrap is None:
+        raise EngineNotReady(
+            f"vLLM {version} prefills for Mooncake and does not say where its bootstrap server is: give bootstrap=http://HOST:PORT"
+        )
+    try:
+        told = await client.elsewhere(spec.bootstrap).ask(vllm.TRANSFER_IDS)
+        if not told.ok:
+            raise told.refusal()
+        return tuple(sorted(engine_ids(told.body).items()))
+    except (EngineUnreachable, EngineTimeout, EngineAnswered, BadHandshake) as error:
+        raise EngineNotReady(f"its bootstrap server {spec.bootstrap}: {error}") from error
 
 
 async def _sglang(client: EngineClient, spec: EngineSpec, server: sglang.ServerInfo) -> EngineInfo:
@@ -167,6 +196,11 @@ async def _sglang(client: EngineClient, spec: EngineSpec, server: sglang.ServerI
     models = vllm.read_models(listed.body)
     if models is None:
         raise NotAnEngine(f"answered {sglang.SERVER_INFO} as SGLang does, but {sglang.MODELS} with {excerpt(listed.body)!r}")
+    role = sglang.role(server)
+    if spec.role not in {None, role}:
+        raise EngineNotReady(
+            f"SGLang {server.version} was started with --disaggregation-mode {server.disaggregation_mode}, not {spec.role}"
+        )
     ranks = sglang.ranks(server)
     sources = _as_given(spec, client.url, sglang.read_kv_sources(server, host_of(client.url)), ranks)
     return EngineInfo(
@@ -187,6 +221,10 @@ async def _sglang(client: EngineClient, spec: EngineSpec, server: sglang.ServerI
         load_path=await _sglang_load_path(client),
         load_sources=sglang.read_load_sources(server, host_of(client.url)),
         no_kv_events="" if sources else "it was started without --kv-events-config (or with another publisher than zmq over tcp)",
+        role=role,
+        connector=None if role is Role.AGGREGATED else Connector.ROOMS,
+        bootstrap=spec.bootstrap or sglang.bootstrap(server, host_of(client.url)),
+        kv_dtype=sglang.kv_dtype(server),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from engines.answers import read_json
-from engines.types import EngineInfo, KvSource
+from engines.types import EngineInfo, KvSource, Role
 from engines.urls import WILDCARDS, split_tcp, tcp
 
 SERVER_INFO = "/server_info"
@@ -46,6 +46,10 @@ class ServerInfo(msgspec.Struct, frozen=True):
     completion_template: str | None = None
     kv_events: KvEvents | None = None
     kv_events_config: str | None = None
+    disaggregation_mode: str | None = None
+    disaggregation_bootstrap_port: int | None = None
+    kv_cache_dtype: str | None = None
+    dtype: str | None = None
 
 
 class KvEvents(msgspec.Struct, frozen=True):
@@ -79,6 +83,24 @@ def ranks(info: ServerInfo) -> tuple[int, ...]:
     """
     sizes = (info.kv_events.dp_size if info.kv_events is not None else 1, info.dp_size or 1, info.attn_dp_size or 1)
     return tuple(range(max(sizes)))
+
+
+def role(info: ServerInfo) -> Role:
+    """What it was started for."""
+    roles = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+    return roles.get(info.disaggregation_mode or "", Role.AGGREGATED)
+
+
+def bootstrap(info: ServerInfo, host: str) -> str | None:
+    """Where a prefill engine's bootstrap server is: on its own host, unless that is told otherwise."""
+    if role(info) is not Role.PREFILL or info.disaggregation_bootstrap_port is None:
+        return None
+    return f"http://{host}:{info.disaggregation_bootstrap_port}"
+
+
+def kv_dtype(info: ServerInfo) -> str:
+    """How KV is stored: engines that differ in it must not hand it to each other."""
+    return info.dtype or "" if info.kv_cache_dtype in {None, "auto"} else info.kv_cache_dtype or ""
 
 
 def block_size(info: ServerInfo) -> int | None:

@@ -27,15 +27,13 @@ from engines.events import KvBatch, UndecodableBatch, decode
 from engines.replay import Message, read_frames, replay
 from engines.stream import Accept, Duplicate, Gap, Restart, SequenceTracker
 from engines.subscription import BadAddress, Subscription, subscribed
+from engines.turns import MESSAGE_BYTES, Turns
 from engines.types import KvSource
 
 _LOG = logging.getLogger(__name__)
 
-_LINE_BYTES = 8 << 20
-"""So much waits in line while a replay is read; beyond it the connection is not read, and the publisher keeps what comes."""
-_TURN_BYTES = 64 << 10
-_MESSAGE_COST = 1024
-"""After so much has been delivered, everything else on the loop gets a turn: a few milliseconds of work."""
+_LINE_BYTES = 64 << 10
+"""So much waits in line, for a turn or while a replay is read; beyond it the connection is not read, and the publisher keeps what comes."""
 _SHORTEST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
 _MOST_VERDICTS = 5
@@ -110,13 +108,15 @@ class KvSubscriber:
         sink: KvSink,
         times: FollowTimes | None = None,
         counts: SubscriberCounts | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """Follow `source` on sockets of `context`; nothing happens before `run`."""
+        """Follow `source` on sockets of `context`; nothing happens before `run`. Those who follow others on the same loop share `turns`."""
         times = FollowTimes() if times is None else times
         self.counts = counts if counts is not None else SubscriberCounts()
         self._context = context
         self._source = source
         self._sink = sink
+        self._turns = turns or Turns()
         self._replay_silence_s = times.replay_silence_s
         self._quiet_s = times.quiet_s
         self._mend_s = self._mend_wait_s = times.mend_s
@@ -129,7 +129,7 @@ class KvSubscriber:
         self._sink.restarted("joined")
         pause_s, complaint = _SHORTEST_PAUSE_S, ""
         while True:
-            line = _Line(self._at_once)
+            line = _Line(self._at_once, self._turns)
             try:
                 async with subscribed(self._source, line) as subscription:
                     await self._follow(line, subscription)
@@ -200,17 +200,15 @@ class KvSubscriber:
 
     async def _work_off(self, line: _Line, subscription: Subscription) -> None:
         """Take what waits in line, until something happens to the connection: what comes after that may be another process's."""
-        turn_bytes = 0
         while not line.over and not line.newcomer:
             frames = line.next()
             if frames is None:
                 subscription.resume()
                 return
+            if self._turns.spent:
+                await self._turns.mine()
             await self._take(frames)
-            turn_bytes += _cost(frames)
-            if turn_bytes > _TURN_BYTES:
-                turn_bytes = 0
-                await asyncio.sleep(0)  # a long line is worked off without ever suspending otherwise
+            self._turns.take(len(frames[-1]))
 
     def _at_once(self, frames: list[bytes]) -> bool:
         """Deliver a live message where that needs no waiting; whether it did."""
@@ -334,7 +332,7 @@ class KvSubscriber:
 class _Line:
     """Messages that cannot be delivered at once, and what has happened to the connections (a subscription's `Reader`)."""
 
-    def __init__(self, at_once: Callable[[list[bytes]], bool]) -> None:
+    def __init__(self, at_once: Callable[[list[bytes]], bool], turns: Turns) -> None:
         self.connected = False
         """Whether there has been a publisher."""
         self.newcomer = False
@@ -343,6 +341,7 @@ class _Line:
         self.heard = 0
         """How often messages came."""
         self._at_once = at_once
+        self._turns = turns
         self._failure: Exception | None = None
         self._waiting: deque[list[bytes]] = deque()
         self._bytes = 0
@@ -367,7 +366,7 @@ class _Line:
         if delivered < len(messages):
             rest = messages[delivered:]
             self._waiting += rest
-            self._bytes += sum(map(_cost, rest))
+            self._bytes += sum(map(_size, rest))
             self._busy = True
             self._woken.set()
         return self._bytes < _LINE_BYTES
@@ -378,7 +377,7 @@ class _Line:
             self._busy = False
             return None
         frames = self._waiting.popleft()
-        self._bytes -= _cost(frames)
+        self._bytes -= _size(frames)
         return frames
 
     @property
@@ -409,18 +408,17 @@ class _Line:
 
     def _deliver(self, messages: list[list[bytes]]) -> int:
         """As many as there is time for; how many."""
-        turn_bytes = 0
         for number, frames in enumerate(messages):
             try:
-                if turn_bytes > _TURN_BYTES or not self._at_once(frames):
+                if self._turns.spent or not self._at_once(frames):
                     return number
             except Exception as error:  # noqa: BLE001  it is raised again in the task, which its owner watches
                 self._failure = error
                 self.ended()
                 return number
-            turn_bytes += _cost(frames)
+            self._turns.take(len(frames[-1]))
         return len(messages)
 
 
-def _cost(frames: list[bytes]) -> int:
-    return _MESSAGE_COST + len(frames[-1])
+def _size(frames: list[bytes]) -> int:
+    return MESSAGE_BYTES + len(frames[-1])

@@ -22,6 +22,10 @@ HEARTBEAT_S = 5.0
 MISSED_HEARTBEATS = 3
 """A host that vanishes says no goodbye: after so many heartbeats without a byte from it, it is gone."""
 MAX_MESSAGE_BYTES = 64 << 20
+_READ_BYTES = 64 << 10
+"""At most at once, so that many publishers with much to say keep the loop for milliseconds only before they are told to wait."""
+_buffer = memoryview(bytearray(_READ_BYTES))
+"""For all: what was read is copied out before anybody else reads."""
 
 
 class BadAddress(Exception):
@@ -71,7 +75,7 @@ class Subscription:
             for connection in self._open:
                 connection.read(on=True)
 
-    def protocol(self) -> asyncio.Protocol:
+    def protocol(self) -> asyncio.BufferedProtocol:
         """For one connection."""
         return _Connection(self, FrameReader(self._topic, MAX_MESSAGE_BYTES), self._reader)
 
@@ -125,7 +129,7 @@ def _ipc_path(endpoint: str) -> str | None:
     return "\0" + path[1:] if path.startswith("@") else path
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """One TCP or Unix connection."""
 
     def __init__(self, subscription: Subscription, frames: FrameReader, reader: Reader) -> None:
@@ -142,13 +146,17 @@ class _Connection(asyncio.Protocol):
         self._heartbeat = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._check_handshake)
         self._subscription.opened(self)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, size: int) -> memoryview:
+        del size
+        return _buffer
+
+    def buffer_updated(self, size: int) -> None:
         if self._reader is None:
             return
         self._silent = 0
         was_ready = self._frames.ready
         try:
-            heard = self._frames.feed(data)
+            heard = self._frames.feed(bytes(_buffer[:size]))
         except NotAPublisher as error:
             self._refuse(str(error))
             return

@@ -29,6 +29,15 @@ class Role(enum.StrEnum):
     DECODE = "decode"
 
 
+class Connector(enum.StrEnum):
+    """By which of its handshakes an engine hands KV over: see `engines.handover`."""
+
+    NIXL = "nixl"
+    MOONCAKE = "mooncake"
+    ROOMS = "rooms"
+    """SGLang's, whatever moves the bytes."""
+
+
 class Tier(enum.IntEnum):
     """Where a cached block lies; a lower tier costs more to read back."""
 
@@ -75,7 +84,16 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine as the user names it: its URL and what cannot or should not be asked of it."""
 
     url: str
-    role: Role = Role.AGGREGATED
+    role: Role | None = None
+    """What it is for, where it does not say so itself; an engine that says nothing either takes whole requests."""
+    connector: Connector | None = None
+    """How a prefill or decode engine hands KV over, where it does not say; vLLM's is taken for NIXL then."""
+    bootstrap: str | None = None
+    """Where a prefill engine's bootstrap server is, as decode engines reach it: `http://HOST:PORT` (Mooncake, SGLang)."""
+    link: str | None = None
+    """What it hands KV over by, as `100GbE` or `10GB/s`: transfers that are far slower are a fault that is told."""
+    group: str = ""
+    """Only engines of one group hand KV to each other: for those that look alike and have no link between them."""
     kv_events: str | None = None
     """ZMQ endpoint of rank 0's events; rank r is at port + r."""
     kv_replay: str | None = None
@@ -119,6 +137,15 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Where each rank pushes its load (see `engines.load_feed`); empty when the engine only answers when it is asked."""
     no_kv_events: str = ""
     """Why `kv_sources` is empty, in words."""
+    role: Role = Role.AGGREGATED
+    connector: Connector | None = None
+    """None when it can neither hand KV over nor take it."""
+    bootstrap: str | None = None
+    """`http://HOST:PORT` of a prefill engine's bootstrap server."""
+    transfer_ids: tuple[tuple[int, str], ...] = ()
+    """What that server calls each rank, where transfers go by it (Mooncake); another after every start."""
+    kv_dtype: str = ""
+    """How its KV cache is stored, as the engine calls it; empty when it does not say."""
     boot: float | None = None
     """The engine process's start, in seconds since the epoch, where it tells it: changes when it restarts in place."""
 
@@ -126,6 +153,18 @@ class EngineInfo(msgspec.Struct, frozen=True):
     def endpoints(self) -> tuple[Endpoint, ...]:
         """One endpoint per rank."""
         return tuple(Endpoint(self.id, rank) for rank in self.ranks)
+
+    @property
+    def exchange(self) -> tuple[object, ...] | None:
+        """What two engines must have in common to hand KV to each other; None when this one cannot at all.
+
+        Between other block sizes or dtypes the engines do hand over, and answer 200 with wrong tokens.
+        """
+        if self.connector is None:
+            return None
+        base = tuple(sorted(model.id for model in self.models if model.parent is None))
+        version = self.version if self.kind is EngineKind.VLLM else ""  # its handshake refuses another one
+        return (self.spec.group, self.kind, version, self.connector, self.block_size, self.kv_dtype, base)
 
     @property
     def pins_rank(self) -> bool:

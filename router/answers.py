@@ -186,18 +186,37 @@ def explanation(choice: Choice) -> dict[str, Any]:
         "prompt_tokens": choice.asked.request.prompt_tokens,
         "untokenizable": choice.asked.request.untokenizable or None,
         "overlap_tokens": choice.overlap_tokens,
-        "candidates": [
-            {
-                "engine": scored.candidate.endpoint.engine,
-                "rank": scored.candidate.endpoint.rank,
-                "cost": scored.cost,
-                "block_size": scored.candidate.block_size,
-                "prompt_blocks": scored.candidate.prompt_blocks,
-                "overlap": scored.candidate.overlap,
-                "load": scored.candidate.load,
-                "signal": scored.candidate.signal if decision.looked_at_caches else None,
-            }
-            for scored in sorted(decision.scores, key=lambda scored: scored.cost)
-        ],
+        "prefill": _prefill(choice),
+        "candidates": _candidates(choice),
         "rejected": [{"engine": e.engine, "rank": e.rank, "reason": reason} for e, reason in decision.rejected],
     }
+
+
+def _prefill(choice: Choice) -> dict[str, Any] | None:
+    """Who computes the prompt, where the engine is one that decodes."""
+    split = choice.split
+    if split is None:
+        return None
+    told: dict[str, Any] = {"remote": split.remote, "reason": split.why, "remote_s": split.remote_s, "local_s": split.local_s}
+    if choice.prefill is not None:
+        endpoint = choice.prefill.endpoint
+        told |= {"engine": endpoint.engine, "rank": endpoint.rank, "overlap_tokens": choice.prefill.overlap_tokens}
+        told["candidates"] = _candidates(choice.prefill)
+    return told
+
+
+def _candidates(choice: Choice) -> list[dict[str, Any]]:
+    decision = choice.decision
+    return [
+        {
+            "engine": scored.candidate.endpoint.engine,
+            "rank": scored.candidate.endpoint.rank,
+            "cost": scored.cost,
+            "block_size": scored.candidate.block_size,
+            "prompt_blocks": scored.candidate.prompt_blocks,
+            "overlap": scored.candidate.overlap,
+            "load": scored.candidate.load,
+            "signal": scored.candidate.signal if decision.looked_at_caches else None,
+        }
+        for scored in sorted(decision.scores, key=lambda scored: scored.cost)
+    ]

@@ -40,6 +40,7 @@ from router.caches import Caches
 from router.calibration import Calibration
 from router.census import Census
 from router.chooser import Chooser
+from router.disagg import StaticRule
 from router.exchange import Exchange
 from router.fleet import Fleet
 from router.gate import Gate, HeaderNames
@@ -48,6 +49,8 @@ from router.intake import Intake
 from router.load import LoadBook
 from router.membership import Membership
 from router.metrics import Metrics
+from router.pair import PairSender
+from router.pairing import DisaggRules, Pairing
 from router.processes.parent import processes
 from router.processes.part import Inside, Part
 from router.prompts.book import PromptBook
@@ -68,8 +71,10 @@ if TYPE_CHECKING:
     from router.settings import AdmissionSettings, ServeSettings
 
 SWEEP_PERIOD_S = 0.25
-SWEEP_ENTRIES = 20_000
-"""About 2 ms of work a period."""
+SWEEP_ENTRIES = 2_000
+"""A millisecond of work; then everything else has its turn."""
+SWEEPS = 10
+"""In a period."""
 
 GC_THRESHOLD = (20_000, 20, 50)
 """Requests leave next to nothing for the collector to find, so it need not look after every 700 objects."""
@@ -121,7 +126,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         context = stack.enter_context(zmq.asyncio.Context())
 
         fleet, metrics = Fleet(_share(settings.admission.max_active_requests, 1 if part is None else part.processes)), Metrics()
-        caches, load = Caches(predicted_ttl_s=settings.predicted_ttl_s), LoadBook()
+        caches, load = Caches(settings.index_max_blocks, settings.predicted_ttl_s), LoadBook()
         mirror = Mirror(bus, settings.namespace, caches, blind_after_s=settings.blind_after_s)
         relay = KvRelay(bus, settings.namespace, context, local=mirror, alone=broker is not None)
         sharing = peers = None
@@ -132,13 +137,16 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         whereabouts = Whereabouts(session, pass_clients_keys=guards.door is None)
         intake = Intake(fleet, prompts, whereabouts, session_header=settings.session_header.lower().encode(), tokenize=scheduler.uses_cache)
         calibration = Calibration()
-        chooser = Chooser(fleet, caches, load, scheduler, mirror, calibration, clock=clock)
+        static = StaticRule(settings.eff_isl_threshold, settings.eff_isl_ratio_threshold)
+        pairing = Pairing(DisaggRules(settings.disagg, static, enforce=settings.without_prefill == "enforce"))
+        chooser = Chooser(fleet, caches, load, scheduler, mirror, calibration, pairing=pairing, clock=clock)
 
         group = await stack.enter_async_context(cancelled_at_exit())
         membership = Membership(
             fleet=fleet,
             caches=caches,
             load=load,
+            pairing=pairing,
             calibration=calibration,
             relay=relay if sharing is None else sharing,
             mirror=mirror,
@@ -165,6 +173,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             membership.lines,
             metrics,
             whereabouts,
+            pairs=PairSender(membership.lines, chooser, prompts, metrics, settings.kv_transfer_timeout_s, settings.kv_lease_s, clock),
             suspect=monitor.suspect,
             clock=clock,
             resumes=settings.resume,
@@ -185,6 +194,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
                 fleet=fleet,
                 caches=caches,
                 load=load,
+                pairing=pairing,
                 calibration=calibration,
                 mirror=mirror,
                 monitor=monitor,
@@ -266,7 +276,10 @@ async def _keep_house(caches: Caches, load: LoadBook, membership: Membership, ro
     while True:
         await asyncio.sleep(SWEEP_PERIOD_S)
         membership.sweep()
-        caches.sweep(SWEEP_ENTRIES)
+        for _ in range(SWEEPS):
+            if caches.sweep(SWEEP_ENTRIES) < SWEEP_ENTRIES:
+                break
+            await asyncio.sleep(0)
         caches.expire(clock(), SWEEP_ENTRIES)
         load.sweep(SWEEP_ENTRIES)
         roster.sweep()

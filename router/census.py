@@ -54,7 +54,7 @@ class Census:
         member = self._fleet.members.get(engine_id)
         known: dict[str, Any] = {
             "id": engine_id,
-            "role": spec.role,
+            "role": member.info.role if member is not None else spec.role,
             "state": self.state(engine_id),
             "draining": self._fleet.is_draining(engine_id),
             "leaving": self._roster.is_leaving(engine_id),

@@ -11,13 +11,16 @@ from typing import Final, Protocol
 import msgspec
 
 from discovery.signal import Signal, SignalState
-from engines.types import Endpoint
+from engines.types import Endpoint, Role
 from engines.vllm import tells_again
 from router.caches import Caches
 from router.calibration import Calibration
+from router.disagg import Facts, Split, Why
+from router.divisible import SPLIT_PATHS, undivided
 from router.fleet import Fleet, Member
 from router.intake import Asked
 from router.load import LoadBook, Reservation
+from router.pairing import DisaggRules, Pairing
 from router.predicted import Trail
 from router.scheduling.explain import reused_blocks
 from router.scheduling.scheduler import Scheduler
@@ -76,6 +79,10 @@ class Choice(msgspec.Struct, frozen=True):
     """Of those, the leading ones that it holds by events."""
     trail: Trail | None = None
     """And those that it should hold by what was sent there; None where events are all there is to go by."""
+    split: Split | None = None
+    """Where the prompt is computed, and why; None on an engine that takes whole requests."""
+    prefill: Choice | None = None
+    """Who computes the prompt, where that is another engine."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -91,6 +98,11 @@ class Choice(msgspec.Struct, frozen=True):
     @property
     def uncached_tokens(self) -> int:
         """Prompt tokens that this request adds to what the endpoint has to compute: not those being computed for another one."""
+        return 0 if self.prefill is not None else self.prompt_left
+
+    @property
+    def prompt_left(self) -> int:
+        """Prompt tokens that the endpoint neither has nor is computing."""
         chosen = self.decision.chosen
         return max(0, self.asked.request.prompt_tokens - reused_blocks(chosen.overlap) * chosen.block_size)
 
@@ -118,6 +130,7 @@ class Chooser:
         signals: Signals,
         calibration: Calibration,
         *,
+        pairing: Pairing | None = None,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
@@ -127,11 +140,20 @@ class Chooser:
         self._signals = signals
         self._calibration = calibration
         self._clock = clock
+        self.pairing = Pairing(DisaggRules()) if pairing is None else pairing
 
     def decide(self, asked: Asked, tried: set[str]) -> Choice:
-        """Choose an endpoint among engines not in `tried`. Raises NoCandidate when none is left, PolicyError when the policy fails."""
+        """Choose an endpoint among engines not in `tried`, and for one that decodes, who computes the prompt.
+
+        Raises NoCandidate when none is left, PolicyError when the policy fails.
+        """
         now = self._clock()
         able, rejected = self._able(asked, tried, now)
+        choice = self._choose(asked, able, rejected, now)
+        return choice if choice.member.info.role is not Role.DECODE else self._pair(choice, tried, now)
+
+    def _choose(self, asked: Asked, able: list[_Able], rejected: list[tuple[Endpoint, Rejection]], now: float) -> Choice:
+        """What the policy takes of these."""
         if not self._scheduler.uses_cache:
             return self._decide_by_load(asked, able, rejected, now)
         seen = [self._see(member, endpoint, load, asked, now) for member, endpoint, load in able]
@@ -163,9 +185,40 @@ class Chooser:
         decision = self._scheduler.decide(asked.request, candidates, rejected, now)
         return Choice(asked, decision, able[decision.position][0], [])
 
+    def _pair(self, choice: Choice, tried: set[str], now: float) -> Choice:
+        """The same choice of who decodes, with who computes the prompt."""
+        asked, decode = choice.asked, choice.endpoint
+        able = self._partners(choice.member, decode, asked, tried, now)
+        if not able:
+            return msgspec.structs.replace(choice, split=Split(_undivided(asked, choice.member) or Why.NO_PARTNER))
+        prefill = self._choose(asked, able, [], now)
+        at_decode, at_prefill = choice.decision.chosen.load, prefill.decision.chosen.load
+        facts = Facts(
+            prompt_tokens=asked.request.prompt_tokens,
+            cached_at_decode=asked.request.prompt_tokens - choice.prompt_left,
+            cached_at_prefill=asked.request.prompt_tokens - prefill.prompt_left,
+            queued_at_decode=at_decode.active_prefill_tokens,
+            queued_at_prefill=at_prefill.active_prefill_tokens,
+            decoding=at_decode.active_requests,
+            carried=self.pairing.carried(asked.request.model, choice.prompt_left),
+        )
+        split = self.pairing.split(facts, (prefill.endpoint, decode), now, must=choice.member.only_paired)
+        return msgspec.structs.replace(choice, split=split, prefill=prefill if split.remote else None)
+
+    def _partners(self, member: Member, decode: Endpoint, asked: Asked, tried: set[str], now: float) -> list[_Able]:
+        """Endpoints that can compute the prompt for `decode` now."""
+        if _undivided(asked, member) is not None:
+            return []
+        partners, _ = self._with_room(self._fleet.partners(member, asked.request.model), tried, now)
+        tokens = asked.tokens.get(decode.engine)  # the blocks of other ids would not be those that decode wants
+        return [able for able in partners if asked.tokens.get(able[1].engine) is tokens and self.pairing.usable((able[1], decode), now)]
+
     def reserve(self, choice: Choice) -> Reservation:
-        """Count the request on its endpoint, until the reservation is released."""
-        return self._load.reserve(choice.endpoint, choice.keys, choice.uncached_tokens)
+        """Count the request on its endpoint, and on the one that computes its prompt, until the reservation is released."""
+        reservation = self._load.reserve(choice.endpoint, choice.keys, choice.uncached_tokens)
+        if choice.prefill is not None:
+            reservation.prefill = self._load.reserve(choice.prefill.endpoint, choice.prefill.keys, choice.prefill.uncached_tokens)
+        return reservation
 
     def rejections(self, asked: Asked, tried: set[str]) -> list[tuple[Endpoint, Rejection]] | None:
         """Why no endpoint can take the request now, or None when one can. One that is suspected cannot: who waits can wait for it."""
@@ -196,12 +249,19 @@ class Chooser:
         """The prompt has been computed: it is in the endpoint's cache now, and events should say so."""
         now = self._clock()
         reservation.first_token()
-        if choice.keys:
+        split = choice.split
+        if split is not None and not split.remote and split.facts is not None:
+            self.pairing.computed(choice.endpoint, split.facts.queued_at_decode + split.facts.new_at_decode, now - sent_at, now)
+        if choice.keys and not choice.member.only_paired:  # which caches no prefixes
             self._caches.sent(choice.endpoint, choice.keys, now)
             self._signals.served(choice.endpoint, now, choice.new_blocks, sent_at=sent_at)
 
     def ended(self, choice: Choice, usage: Usage, sent_at: float) -> None:
-        """The engine has told how much of the prompt it found cached: that is the truth which guesses are held against."""
+        """The engine has told how much of the prompt it found cached: that is the truth which guesses are held against.
+
+        A decode engine tells what the one had cached that computed its prompt.
+        """
+        choice = choice.prefill or choice
         chosen, prompt_tokens = choice.decision.chosen, choice.asked.request.prompt_tokens
         if usage.cached_tokens is None or not choice.keys or usage.prompt_tokens != prompt_tokens:
             return
@@ -223,8 +283,28 @@ class Chooser:
         return [member for member in able if member.info.id == asked.kept_at] or able  # it has left: another one says what it knows
 
     def _able(self, asked: Asked, tried: set[str], now: float) -> tuple[list[_Able], list[tuple[Endpoint, Rejection]]]:
-        """Endpoints that may be chosen, and the others with the reason."""
-        members, rejected = self._fleet.eligible(self._members(asked), tried, now)
+        """Endpoints that may be chosen to answer, and the others with the reason."""
+        members = self._members(asked)
+        if not self._fleet.splits:
+            return self._with_room(members, tried, now)
+        able, rejected = self._with_room([member for member in members if member.info.role is not Role.PREFILL], tried, now)
+        kept = []
+        for one in able:
+            if self._needs_partner(one[0], asked) and not self._partners(one[0], one[1], asked, tried, now):
+                rejected.append((one[1], Rejection.NO_PARTNER))
+            else:
+                kept.append(one)
+        return kept, rejected
+
+    def _needs_partner(self, member: Member, asked: Asked) -> bool:
+        """Whether the engine is of no use to the request without another one that computes its prompt."""
+        if member.info.role is not Role.DECODE:
+            return False
+        return member.only_paired or (self.pairing.rules.enforce and _undivided(asked, member) is None)
+
+    def _with_room(self, members: list[Member], tried: set[str], now: float) -> tuple[list[_Able], list[tuple[Endpoint, Rejection]]]:
+        """Endpoints of these members that can take one more request, and the others with the reason."""
+        members, rejected = self._fleet.eligible(members, tried, now)
         able = []
         most = self._fleet.max_active_requests
         for member in members:
@@ -281,3 +361,12 @@ class Chooser:
 def _cached(overlap: Overlap) -> int:
     """Leading blocks believed cached, in any tier."""
     return overlap.device + overlap.host + overlap.disk
+
+
+def _undivided(asked: Asked, member: Member) -> Why | None:
+    """Why the request cannot be shared between two engines; None when it can."""
+    if asked.route.path not in SPLIT_PATHS:
+        return Why.ROUTE
+    if not asked.tokens and not member.only_paired:  # media, for one: nobody knows how long it is
+        return Why.UNTOKENIZED
+    return undivided(asked.route, asked.fields())

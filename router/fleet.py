@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Final, cast
 
-from engines.types import Endpoint, EngineInfo, EngineKind, Model
+from engines.types import Endpoint, EngineInfo, EngineKind, Model, Role
 from router.scheduling.types import Rejection
 
 GROWTH_PER_S: Final = 4.0
@@ -76,8 +76,13 @@ class Member:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether new requests are meant to come here, in good times."""
-        return self.serving and not self.draining and not self.asleep
+        """Whether clients' requests are meant to come here, in good times."""
+        return self.serving and not self.draining and not self.asleep and self.info.role is not Role.PREFILL
+
+    @property
+    def only_paired(self) -> bool:
+        """Whether it can only go on from a prompt computed elsewhere: an SGLang engine started for decode refuses all else."""
+        return self.info.role is Role.DECODE and self.info.kind is EngineKind.SGLANG
 
 
 class Fleet:
@@ -86,10 +91,14 @@ class Fleet:
     def __init__(self, max_active_requests: int = NO_LIMIT) -> None:
         """No endpoint may have more than `max_active_requests` of ours in flight."""
         self.max_active_requests = max_active_requests
+        self.splits = False
+        """Whether any engine takes a part of a request only."""
         self.members: dict[str, Member] = {}
         self._by_model: dict[str, list[Member]] = {}
         self._able: dict[tuple[str, frozenset[EngineKind]], list[Member]] = {}
         """Answers of `able` that have been asked for."""
+        self._partners: dict[tuple[str, str], list[Member]] = {}
+        """Answers of `partners`, likewise."""
         self._adapters: dict[str, str | None] = {}
         self._draining: set[str] = set()
         self._lost: dict[str, tuple[str, ...]] = {}
@@ -147,13 +156,27 @@ class Fleet:
         return self._by_model.get(model, [])
 
     def able(self, model: str, kinds: frozenset[EngineKind]) -> list[Member]:
-        """Those of them that are of one of these kinds."""
+        """Those of them that are of one of these kinds, prefill engines included."""
         able = self._able.get((model, kinds))
         if able is None:
             able = [member for member in self.of_model(model) if member.info.kind in kinds]
             if able:  # what clients ask for in vain is not remembered
                 self._able[model, kinds] = able
         return able
+
+    def partners(self, member: Member, model: str) -> list[Member]:
+        """Prefill engines that can hand the model's KV to this decode engine."""
+        exchange = member.info.exchange
+        key = (member.info.id, model)
+        partners = self._partners.get(key)
+        if partners is None:
+            partners = [
+                other
+                for other in self.of_model(model)
+                if other.info.role is Role.PREFILL and exchange is not None and other.info.exchange == exchange
+            ]
+            self._partners[key] = partners
+        return partners
 
     def lost_models(self) -> set[str]:
         """Models that no engine serves any more, although it was not said that they are to go."""
@@ -208,7 +231,9 @@ class Fleet:
     def _rebuild(self) -> None:
         self._by_model = {}
         self._able = {}
+        self._partners = {}
         self._adapters = {}
+        self.splits = any(member.info.role is not Role.AGGREGATED for member in self.members.values())
         for member in self.members.values():
             if member.serving:
                 for model in member.info.models:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import compress, count, repeat
+from itertools import compress, count
 
 import msgspec
 
@@ -161,7 +161,7 @@ class PrefixIndex:
                 self._unswept = list(self._shards[0])
             visited += self._clean(limit - visited)
             if not self._unswept:
-                self._end_shard()
+                visited += self._end_shard()
         return min(visited, limit)
 
     @property
@@ -410,9 +410,10 @@ class PrefixIndex:
                 shard[key] = entry & live
         return visited
 
-    def _end_shard(self) -> None:
-        """The shard being swept is clean: on to the next, if there is one."""
+    def _end_shard(self) -> int:
+        """The shard being swept is clean: on to the next, if there is one. What that took, in entries that could have been looked at."""
         shard = self._shards[self._swept_shards]
+        took = sys.getsizeof(shard) // 1024
         if sys.getsizeof(shard) > _SPARSE_BYTES * len(shard):
             self._shards[self._swept_shards] = dict(shard)
         self._swept_shards += 1
@@ -421,6 +422,7 @@ class PrefixIndex:
         else:
             self._free += self._sweeping
             self._sweeping = []
+        return took
 
     def _check(self) -> None:
         """Raise AssertionError unless all invariants hold. Runtime complexity: O(everything)."""
@@ -513,7 +515,7 @@ def _common_end(run: bytes, data: bytes, end: int) -> int:
 def _note(depths: dict[int, int], mask: int, depth: int) -> None:
     """Write `depth` for every slot in `mask`."""
     if mask.bit_count() >= _MANY:
-        depths.update(zip(_slots_of(mask), repeat(depth)))
+        depths.update(dict.fromkeys(_slots_of(mask), depth))
         return
     while mask:
         lowest = mask & -mask

@@ -51,6 +51,14 @@ class Asked(msgspec.Struct):
     """The one engine that can answer, because it keeps the response that this request goes on from."""
     takes_xargs: bool = False
     """Whether vLLM's extra arguments may be added: the route has them, and the client gives none of its own."""
+    read: dict[str, msgspec.Raw] | None = None
+    """The body's fields, where they have been asked for."""
+
+    def fields(self) -> dict[str, msgspec.Raw]:
+        """The body's fields, each as it came; read on the first call."""
+        if self.read is None:
+            self.read = msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])
+        return self.read
 
     def keys(self, engine_id: str, block_size: int) -> list[int]:
         """The prompt's block keys as an engine counts blocks; the same list for engines that share ids and block size."""

@@ -53,9 +53,11 @@ class _Account:
 class Reservation:
     """One request's place in the book, until it is released."""
 
-    __slots__ = ("_account", "_book", "_keys", "_prefill_tokens", "_released")
+    __slots__ = ("_account", "_book", "_keys", "_prefill_tokens", "_released", "prefill")
 
     def __init__(self, book: LoadBook, account: _Account, keys: list[int], prefill_tokens: int) -> None:
+        self.prefill: Reservation | None = None
+        """Its place at the engine that computes its prompt, where that is another one; released with this one, if not before."""
         self._book = book
         self._account = account
         self._keys = keys
@@ -73,6 +75,8 @@ class Reservation:
             return
         self._released = True
         self.first_token()
+        if self.prefill is not None:
+            self.prefill.release()
         self._account.requests -= 1
         self._book._let_go(self._account, self._keys)  # noqa: SLF001 - a reservation is the book's own other half
         self._keys = []

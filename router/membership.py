@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
+
+import msgspec
 
 from discovery.logs import event
 from engines.client import EngineClient
+from engines.kv_bytes import KvDtype, KvShape, kv_shape
+from engines.model_fields import ModelConfigError
+from engines.types import Role
 from router.forward import Line
 
 if TYPE_CHECKING:
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
     from router.calibration import Calibration
     from router.fleet import Fleet
     from router.load import LoadBook
+    from router.pairing import Pairing
     from router.pool import EnginePool
     from router.prompts.book import PromptBook
     from router.upstream import Timeouts
@@ -48,6 +55,7 @@ class Membership:
         fleet: Fleet,
         caches: Caches,
         load: LoadBook,
+        pairing: Pairing,
         calibration: Calibration,
         relay: Follower,
         mirror: Mirror,
@@ -62,6 +70,7 @@ class Membership:
         self._fleet = fleet
         self._caches = caches
         self._load = load
+        self._pairing = pairing
         self._calibration = calibration
         self._relay = relay
         self._mirror = mirror
@@ -103,6 +112,7 @@ class Membership:
         for endpoint in info.endpoints:
             self._caches.discard(endpoint)
             self._load.forget(endpoint)
+            self._pairing.forget(endpoint)
             self._calibration.forget(endpoint)
         pool = self.lines.pop(info.id).pool
         pool.close()
@@ -148,6 +158,8 @@ class Membership:
             return answer if isinstance(answer, dict) else {}
 
         status = await self._prompts.join(info, post)
+        if info.role is not Role.AGGREGATED:
+            self._pairing.know(info, await asyncio.to_thread(_kv_shape, info, self._prompts.folder(info.id)))
         deadline = self._clock() + CACHE_KNOWN_WITHIN_S
         while not all(self._mirror.ready(endpoint) for endpoint in info.endpoints) and self._clock() < deadline:  # noqa: ASYNC110  rare
             await asyncio.sleep(POLL_S)  # the mirror has no waiters to wake: an engine joins rarely, a batch comes often
@@ -156,3 +168,17 @@ class Membership:
         self._fleet.serve(info.id)
         self._joining.pop(info.id, None)
         event(log, logging.INFO, "engine serves", engine=info.id, tokenizer=status.line)
+
+
+def _kv_shape(info: EngineInfo, folder: str | None) -> KvShape | None:
+    """How much KV cache its model's tokens take; None, and a line that says why, where that cannot be told."""
+    if folder is None:
+        event(log, logging.WARNING, "size of the KV cache is not known", engine=info.id, reason="the model's files are not on this machine")
+        return None
+    try:
+        config = msgspec.json.decode((Path(folder) / "config.json").read_bytes(), type=dict[str, Any])
+        dtype = info.kv_dtype if info.kv_dtype in get_args(KvDtype) else "auto"
+        return kv_shape(config, kv_dtype=cast("KvDtype", dtype))
+    except (OSError, msgspec.DecodeError, ModelConfigError) as error:
+        event(log, logging.WARNING, "size of the KV cache is not known", engine=info.id, reason=str(error))
+        return None

@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from discovery.readings import Reading, Readings
+from router.disagg import Split
 from router.routes import INFERENCE
 from router.scheduling.types import Decision, Reason
 from router.tally import Count, Distribution
@@ -66,6 +67,13 @@ class Metrics:
         self._duration = Distribution(
             "router_request_duration_seconds", "From the request's last byte to the answer's.", DURATION_BUCKETS_S
         )
+        self._prefills = Count("router_prefills", "Prompts for decode engines, by who computed them and why.", ("where", "why"))
+        self._transfers = Count("router_kv_transfers", "Handovers of a prompt's KV cache, by what became of them.", ("outcome",))
+        self._transfers.start(("done",), ("failed",), ("stranded",))
+        self._transfer_bytes = Count("router_kv_transfer_bytes", "KV cache handed over, by the model's size of a token.")
+        self._transfer_s = Distribution(
+            "router_kv_transfer_seconds", "From asking the decode engine to its first token, of prompts computed elsewhere.", TTFT_BUCKETS_S
+        )
         self._prompt_tokens = Count("router_prompt_tokens", "Prompt tokens of requests whose prompts were read.")
         self._overlap_tokens = Count("router_overlap_tokens", "Prompt tokens believed cached on the engine chosen.")
         self._cached_tokens = Count("router_engine_cached_tokens", "Prompt tokens from cache, as engines report them in usage.")
@@ -78,6 +86,27 @@ class Metrics:
     def decided(self, decision: Decision) -> None:
         """Count a decision that was acted on."""
         self._decisions.add((decision.policy, REASONS[decision.reason]))
+
+    def prefilled(self, split: Split) -> None:
+        """Count where a decode engine's prompt was computed."""
+        self._prefills.add(("remote" if split.remote else "local", split.why.value))
+
+    def transferred(self, count: int) -> None:
+        """A prompt's KV cache, of `count` bytes, has been handed over."""
+        self._transfers.add(("done",))
+        self._transfer_bytes.add(amount=count)
+
+    def transfer_took(self, seconds: float) -> None:
+        """So long after a decode engine was asked for it, a stream has its first token."""
+        self._transfer_s.add(seconds)
+
+    def transfer_failed(self) -> None:
+        """One has not arrived."""
+        self._transfers.add(("failed",))
+
+    def stranded(self) -> None:
+        """A prompt has been computed, and nobody fetches it: the prefill engine keeps it until its lease ends."""
+        self._transfers.add(("stranded",))
 
     def retried(self, failure: str) -> None:
         """Count a further try."""

@@ -19,9 +19,10 @@ from router import openai, stored
 from router.admission import Reason, Shed
 from router.gate import Visit
 from router.metrics import REASONS, ROUTES
+from router.pair import PairSender, Setback
 from router.relay import Relay
 from router.resumption import COMPLETED, Resumption
-from router.retry import Answered, Attempt, Next, Verdict, judge
+from router.retry import Answered, Attempt, End, Next, Verdict, judge
 from router.routes import INFERENCE
 from router.scheduling.scheduler import NoCandidate, PolicyError
 from router.token_ids import Ids, Outcome, with_ids
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from router.intake import Asked, Intake
     from router.metrics import Metrics
     from router.prompts.book import PromptBook
-    from router.upstream import ResponseHead
 
 CLIENT_LEFT: Final = 499
 """What a request is logged as whose client left; never sent to anybody."""
@@ -115,6 +115,7 @@ class Proxy:
         metrics: Metrics,
         whereabouts: stored.Whereabouts,
         *,
+        pairs: PairSender,
         suspect: Callable[[str], None],
         clock: Callable[[], float],
         resumes: int = 0,
@@ -130,6 +131,7 @@ class Proxy:
         self._lines = lines
         self._metrics = metrics
         self._whereabouts = whereabouts
+        self._pairs = pairs
         self._suspect = suspect
         self._clock = clock
         self._resumes = resumes
@@ -173,15 +175,16 @@ class Proxy:
                 self._give_up(exchange, nowhere, trip, tries)
                 return
             with place:
-                choice = trip.choice = place.choice
-                attempt = await self._send(exchange, trip, place, tries.repeats)
-                while attempt is not None and (verdict := judge(attempt)).next is Next.SAME_ENGINE:
+                trip.choice = place.choice
+                setback = await self._send(exchange, trip, place, tries.repeats)
+                while setback is not None and (verdict := judge(setback.attempt)).next is Next.SAME_ENGINE:
                     tries.repeats += verdict.repeats
                     self._metrics.retried(verdict.code)
-                    attempt = await self._send(exchange, trip, place, tries.repeats, again=True)
-                if attempt is None:
-                    self._answered(trip, choice)
+                    setback = await self._send(exchange, trip, place, tries.repeats, again=True)
+                if setback is None:
+                    self._answered(trip, place.choice)
                     return
+                choice, attempt = setback.choice, setback.attempt
                 trip.failure = self._hold_against(choice, attempt, verdict)  # before the place is free for the next
             if verdict.next is Next.STOP and exchange.started:
                 further = self._further(trip, choice, attempt, verdict)
@@ -189,14 +192,18 @@ class Proxy:
                     return
                 asked, tries, visit.arrived = further, Tries(tries.without | {choice.endpoint.engine}), self._clock()
                 continue
+            if verdict.next is Next.STOP and verdict.end is End.ENGINE_ANSWER and setback.relay is not None:
+                trip.relay = setback.relay
+                setback.relay.give_held()
+                return
             if verdict.next is Next.STOP:
                 exchange.error(verdict.status, trip.failure, verdict.code)
                 return
-            tries.failed(choice.endpoint.engine, attempt, verdict, trip.relay)
+            tries.failed(choice.endpoint.engine, attempt, verdict, setback.relay)
             self._metrics.retried(verdict.code or str(verdict.status))
 
-    async def _send(self, exchange: Exchange, trip: Trip, place: Place, repeats: int, *, again: bool = False) -> Attempt | None:
-        """One attempt at one engine; None when the client has its whole answer, else what went wrong."""
+    async def _send(self, exchange: Exchange, trip: Trip, place: Place, repeats: int, *, again: bool = False) -> Setback | None:
+        """One attempt at one engine, or at a pair; None when the client has its whole answer, else what went wrong."""
         choice, sent_at = place.choice, self._clock()
 
         def first_token() -> None:
@@ -207,11 +214,27 @@ class Proxy:
         explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []
         relay, body = self._relay(exchange, trip, choice, explained, first_token)
         trip.relay, trip.sent_at = relay, sent_at
+        if choice.prefill is not None:
+            setback, reused = await self._pairs.send(place, relay, body, repeats), False
+        else:
+            setback, reused = await self._send_to_one(exchange, trip, choice, body, repeats)
+        if setback is not None:
+            return setback
+        if relay.head_seen is not None and not relay.accepted:  # a refusal is one even if its body breaks off
+            refused = Attempt(Answered(relay.head_seen.status, relay.head_seen.retry_after_s), repeats=repeats)
+            return Setback(choice, refused, relay)
+        if relay.error is not None:
+            client_bytes = int(exchange.started and relay.accepted)
+            return Setback(choice, Attempt(relay.error, reused=reused, client_bytes=client_bytes, repeats=repeats, again=again), relay)
+        return None
+
+    async def _send_to_one(self, exchange: Exchange, trip: Trip, choice: Choice, body: bytes, repeats: int) -> tuple[Setback | None, bool]:
+        """Ask an engine, and wait for the end of its answer; what kept it from being asked, and whether the connection had been used before."""
+        line, relay = self._lines.get(choice.endpoint.engine), trip.relay
+        if line is None or relay is None:
+            return Setback(choice, Attempt(EngineUnreachable("the engine has just left"), repeats=repeats)), False
         if choice.wants_telling and choice.asked.takes_xargs:
             body = openai.add_field(body, vllm.XARGS, vllm.TELL_AGAIN)
-        line = self._lines.get(choice.endpoint.engine)
-        if line is None:
-            return Attempt(EngineUnreachable("the engine has just left"), repeats=repeats)
         if self._prompts is not None:
             body = self._with_ids(trip, choice, body, self._prompts)
         request = line.request(exchange, body, choice.endpoint.rank)
@@ -219,7 +242,7 @@ class Proxy:
         try:
             connection = connection or await line.pool.connect()
         except EngineUnreachable as error:
-            return Attempt(error, repeats=repeats)
+            return Setback(choice, Attempt(error, repeats=repeats)), False
         reused = connection.reused
         exchange.flow = connection
         connection.send(request, relay)
@@ -229,11 +252,7 @@ class Proxy:
             exchange.flow = None
             if not relay.over:
                 connection.abandon()
-        if relay.head_seen is not None and not relay.accepted:  # a refusal is one even if its body breaks off
-            return Attempt(Answered(relay.head_seen.status, _retry_after(relay.head_seen)), repeats=repeats)
-        if relay.error is not None:
-            return Attempt(relay.error, reused=reused, client_bytes=int(exchange.started and relay.accepted), repeats=repeats, again=again)
-        return None
+        return None, reused
 
     def _relay(
         self, exchange: Exchange, trip: Trip, choice: Choice, explained: Headers, first_token: Callable[[], None]
@@ -327,18 +346,7 @@ class Proxy:
             fields["model"] = asked.request.model
             fields["prompt_tokens"] = asked.request.prompt_tokens
         if choice is not None:
-            decision, overlap_tokens = choice.decision, choice.overlap_tokens
-            endpoint = decision.chosen.endpoint
-            fields["engine"], fields["rank"] = endpoint.engine, endpoint.rank
-            fields["reason"], fields["overlap_tokens"] = REASONS[decision.reason], overlap_tokens
-            fields["tries"] = trip.tries
-            if trip.ids is not None:
-                fields["token_ids"] = trip.ids.value
-            if trip.resumption is not None and trip.resumption.outcome:
-                fields["resumes"], fields["resumption"] = trip.resumption.times, trip.resumption.outcome
-                self._metrics.resumed(trip.resumption.outcome)
-            self._metrics.decided(decision)
-            self._metrics.prompt(choice.asked.request.prompt_tokens, overlap_tokens)
+            self._conclude_choice(trip, choice, fields)
         if trip.first_token_at is not None:
             fields["ttft_s"] = round(trip.first_token_at - trip.started, 6)
         if trip.relay is not None:
@@ -346,6 +354,24 @@ class Proxy:
         if trip.failure:
             fields["failure"] = trip.failure
         event(log, logging.INFO, "request", **fields)
+
+    def _conclude_choice(self, trip: Trip, choice: Choice, fields: dict[str, object]) -> None:
+        """Count where the request went, and add it to the line."""
+        decision, overlap_tokens = choice.decision, choice.overlap_tokens
+        endpoint = decision.chosen.endpoint
+        fields["engine"], fields["rank"] = endpoint.engine, endpoint.rank
+        fields["reason"], fields["overlap_tokens"] = REASONS[decision.reason], overlap_tokens
+        fields["tries"] = trip.tries
+        if trip.ids is not None:
+            fields["token_ids"] = trip.ids.value
+        if trip.resumption is not None and trip.resumption.outcome:
+            fields["resumes"], fields["resumption"] = trip.resumption.times, trip.resumption.outcome
+            self._metrics.resumed(trip.resumption.outcome)
+        self._metrics.decided(decision)
+        if choice.split is not None:
+            fields |= _split_fields(choice)
+            self._metrics.prefilled(choice.split)
+        self._metrics.prompt(choice.asked.request.prompt_tokens, overlap_tokens)
 
     def _conclude_answer(self, trip: Trip, relay: Relay, fields: dict[str, object]) -> None:
         """Count what the engine's answer said of itself, and add it to the line."""
@@ -366,6 +392,16 @@ def _asking(exchange: Exchange) -> bytes:
     return openai.body_of_query(exchange.query) if exchange.upgrade else exchange.body
 
 
+def _split_fields(choice: Choice) -> dict[str, object]:
+    """Where the prompt of a decode engine was computed, for the log."""
+    if choice.split is None:
+        return {}
+    told: dict[str, object] = {"prefill_reason": choice.split.why.value}
+    if choice.prefill is not None:
+        told["prefill_engine"] = choice.prefill.endpoint.engine
+    return told
+
+
 def _explain_headers(choice: Choice) -> Headers:
     """Why this engine, for a client that asked (`x-commutator-explain: 1`)."""
     decision = choice.decision
@@ -378,9 +414,8 @@ def _explain_headers(choice: Choice) -> Headers:
         "prompt-tokens": choice.asked.request.prompt_tokens,
         "overlap-tokens": choice.overlap_tokens,
     }
+    if choice.split is not None:
+        told["prefill-reason"] = choice.split.why.value
+    if choice.prefill is not None:
+        told |= {"prefill-engine": choice.prefill.endpoint.engine, "prefill-overlap-tokens": choice.prefill.overlap_tokens}
     return [(b"x-commutator-" + name.encode(), str(value).encode()) for name, value in told.items()]
-
-
-def _retry_after(head: ResponseHead) -> float | None:
-    value = head.header(b"retry-after")
-    return float(value) if value is not None and value.isdigit() else None

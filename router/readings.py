@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from router.fleet import Fleet
     from router.gate import Gate
     from router.load import LoadBook
+    from router.pairing import Pairing
     from router.server import Server
 
 
@@ -34,6 +35,7 @@ class Readings:
         fleet: Fleet,
         caches: Caches,
         load: LoadBook,
+        pairing: Pairing,
         calibration: Calibration,
         mirror: Mirror,
         monitor: Monitor,
@@ -47,6 +49,7 @@ class Readings:
         self._fleet = fleet
         self._caches = caches
         self._load = load
+        self._pairing = pairing
         self._calibration = calibration
         self._mirror = mirror
         self._monitor = monitor
@@ -66,6 +69,7 @@ class Readings:
         yield from self._calibrations()
         yield from self._events()
         yield from self._admission()
+        yield from self._pairs()
         yield "router_index_blocks", "Entries in all prefix tables.", (), [((), len(self._caches))]
         yield "router_index_bytes", "Memory of all prefix tables, estimated.", (), [((), self._caches.memory_bytes())]
         yield "router_index_refused_total", "Blocks not taken in because a table was full.", (), [((), self._caches.refused)]
@@ -144,6 +148,13 @@ class Readings:
         shed = [((reason.value,), float(count)) for reason, count in gate.shed.items()]
         shed.append((("client_left",), float(gate.gave_up)))
         yield "router_admission_shed_total", "Requests not let in, by reason.", ("reason",), shed
+
+    def _pairs(self) -> Iterator[Reading]:
+        labels = ("prefill", "decode")
+        found = [((str(there), str(here)), rate) for (there, here), rate in self._pairing.throughputs()]
+        yield "router_kv_link_bytes_per_second", "Throughput of each pair's handovers of late.", labels, found
+        slow = [((str(there), str(here)), 1.0) for there, here in self._pairing.slow]
+        yield "router_kv_link_slow", "1 for each pair whose handovers take far longer than its link or its peers say.", labels, slow
 
     def _events(self) -> Iterator[Reading]:
         yield from of_relay(self._relay)

@@ -184,7 +184,7 @@ def _continued(choice: Choice, body: bytes, ids: list[int]) -> Asked:
     """The rest of a request, for engines of the same kind: they are asked by tokens, and looked through for these."""
     asked, kind = choice.asked, choice.member.info.kind
     route = msgspec.structs.replace(asked.route, engines=frozenset({kind}))
-    rest = msgspec.structs.replace(asked, route=route, body=body, ids_barrier=Outcome.GIVEN)
+    rest = msgspec.structs.replace(asked, route=route, body=body, ids_barrier=Outcome.GIVEN, read=None)
     if ids and asked.tokens:
         rest.request = msgspec.structs.replace(asked.request, prompt_tokens=len(ids))
         rest.tokens = dict.fromkeys(asked.tokens, Tokens(ids, pack_tokens(ids), "local"))

@@ -13,6 +13,8 @@ seen a byte of an answer.
                                            closed too), else elsewhere
     no response head in time               once, elsewhere, if surely     504                           yes
                                            nothing was generated
+    the prompt's KV cache did not get      once, with other engines      502                           no: the pair is
+    from prefill to decode                                                                              left alone
     broke off, or fell silent, mid-answer  no                             error event, broken end;      yes
                                                                           502/504 before any byte
     429, 503                               elsewhere, always; cool-down   the engine's answer           no
@@ -26,7 +28,7 @@ import enum
 
 import msgspec
 
-from engines.errors import EngineBroken, EngineClosed, EngineError, EngineTimeout, EngineUnreachable
+from engines.errors import EngineBroken, EngineClosed, EngineError, EngineTimeout, EngineUnreachable, TransferFailed
 
 COOL_DOWN_S = 1.0
 """How long an engine is left alone that answered 429 or 503 without saying how long."""
@@ -125,6 +127,9 @@ def judge(attempt: Attempt) -> Verdict:
             return _engine_failed(Next.ELSEWHERE, End.ERROR, failure, blames_engine=not failure.ours)
         case EngineClosed() as failure:
             return _closed(attempt, failure)
+        case TransferFailed() as failure:
+            repeats = not attempt.repeats
+            return _engine_failed(Next.ELSEWHERE if repeats else Next.STOP, End.ERROR, failure, repeats=repeats, blames_engine=False)
         case EngineTimeout() as failure if not attempt.may_have_generated and not attempt.repeats:
             return _engine_failed(Next.ELSEWHERE, End.ERROR, failure, repeats=True)
         case failure:
@@ -166,5 +171,7 @@ def _describe(failure: EngineError) -> tuple[int, str]:
             return 502, "engine_closed"
         case EngineBroken():
             return 502, "engine_broken"
+        case TransferFailed():
+            return 502, "kv_transfer_failed"
         case _:
             return 502, "engine_error"

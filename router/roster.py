@@ -68,7 +68,14 @@ class Roster:
             self._forget(spec.url)
         self._followed.add(spec)
         outcome = Added.NEW if old is None else Added.REPLACED
-        event(log, logging.INFO, "engine named by an operator", engine=spec.url, role=spec.role.value, outcome=outcome.value)
+        event(
+            log,
+            logging.INFO,
+            "engine named by an operator",
+            engine=spec.url,
+            role=spec.role.value if spec.role is not None else "",
+            outcome=outcome.value,
+        )
         return outcome
 
     def drain(self, engine_id: str) -> None:

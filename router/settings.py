@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,7 @@ from discovery.access import (
 from discovery.config import Complaint
 from discovery.logs import LogFormat, LogLevel
 from engines.types import EngineSpec
+from router.disagg import Mode
 from router.keys import BadKeys, read_keys
 from router.processes.port import SHARES_PORTS
 
@@ -164,9 +165,48 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0.0
     kv: KvSettings = KvSettings()
     admission: AdmissionSettings = AdmissionSettings()
+    disagg: Annotated[
+        Mode,
+        Meta(
+            description="When a decode engine's prompt is computed by a prefill engine: `always`, `never`, `static` (when what it has not "
+            "cached is long, as Dynamo decides it), or `measured` (when that has been faster, transfer included).",
+        ),
+    ] = Mode.ALWAYS
+    eff_isl_threshold: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="With `--disagg static`: prompt tokens not cached where it decodes, from which on it goes to a prefill engine.",
+        ),
+    ] = 2048
+    eff_isl_ratio_threshold: Annotated[float, Meta(ge=0, le=1, description="The same as a share of the prompt; either is enough.")] = 0.7
+    without_prefill: Annotated[
+        Literal["fallback", "enforce"],
+        Meta(
+            description="When no prefill engine is usable, decode engines compute prompts themselves (`fallback`), or the answer is 503 (`enforce`)."
+        ),
+    ] = "fallback"
+    kv_transfer_timeout_s: Annotated[
+        Seconds, Meta(description="Time from a prompt's being computed to the first token on the decode engine.")
+    ] = 60.0
+    kv_lease_s: Annotated[
+        Seconds,
+        Meta(
+            description="Time that vLLM prefill engines keep KV that nobody fetches (NIXL's `kv_lease_duration`): the router lets no handshake grow "
+            "older than two thirds of it."
+        ),
+    ] = 30.0
     predicted_ttl_s: Annotated[
         Seconds, Meta(description="How long a prompt sent to an engine without usable KV events is believed to be cached there.")
     ] = 120.0
+    index_max_blocks: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Distinct cached blocks known at most, for each of device, host and disk; about 100 bytes each. Further ones look "
+            "uncached, and are counted in `router_index_refused_total`.",
+        ),
+    ] = 20_000_000
     session_header: Annotated[
         str, Meta(min_length=1, description="Header that names a client's session; the body's `user` is used without it.")
     ] = "x-session-id"
@@ -238,6 +278,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield Complaint(key, f"has no effect with policy {self.policy!r}; only 'kv' reads it")
             elif key in ("admin_host", "admin_port") and not self.has_admin:
                 yield Complaint(key, "has no effect without admin_token or admin_token_file: there is no admin API then")
+            elif key.startswith("eff_isl_") and self.disagg is not Mode.STATIC:
+                yield Complaint(key, f"has no effect with --disagg {self.disagg}; only 'static' reads it")
             elif key == "tls_key" and self.tls_cert is None:
                 yield Complaint(key, "has no effect without tls_cert")
             elif key in ("predicted_ttl_s", "tokenizer", "forward_tokens") and self.policy in CACHE_BLIND:

@@ -107,7 +107,7 @@ def barrier(route: Route, body: ApiBody) -> Outcome | None:
 
 def with_ids(body: bytes, form: PromptForm, info: EngineInfo, tokens: MadeIds | None, *, checked: bool) -> Ids:
     """The body for this engine. `tokens` are its ids of this prompt; `checked`, whether it agreed when it was asked. O(body + ids)."""
-    outcome = _outcome(form, info, tokens, checked=checked)
+    outcome = judged(form, info, tokens, checked=checked)
     if outcome is not Outcome.FORWARDED or tokens is None:
         return Ids(body, outcome)
     ids = msgspec.json.encode(tokens.ids)
@@ -127,7 +127,8 @@ def with_field(body: bytes, field: bytes) -> bytes:
     return b"%b%b%b}" % (opened, comma, field)
 
 
-def _outcome(form: PromptForm, info: EngineInfo, tokens: MadeIds | None, *, checked: bool) -> Outcome:
+def judged(form: PromptForm, info: EngineInfo, tokens: MadeIds | None, *, checked: bool) -> Outcome:
+    """Whether these are certainly the ids that the engine would make, and it takes them."""
     if tokens is None or not tokens.count:
         return Outcome.UNTOKENIZED
     if tokens.source != "local":

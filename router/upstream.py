@@ -46,6 +46,12 @@ class ResponseHead(msgspec.Struct, frozen=True):
                 return value
         return None
 
+    @property
+    def retry_after_s(self) -> float | None:
+        """Its `Retry-After`, where that is a number of seconds."""
+        value = self.header(b"retry-after")
+        return float(value) if value is not None and value.isdigit() else None
+
 
 class Sink(Protocol):
     """Where a response goes. Called from the socket's callback: must not block, must not raise."""

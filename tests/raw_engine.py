@@ -26,6 +26,18 @@ OK = b"HTTP/1.1 200 OK\r\n"
 SSE = OK + b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
 
+NIXL_OFFER = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[7, 8, 9]],
+    "remote_engine_id": "P0",
+    "remote_request_id": "cmpl-x-0-1234",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+"""What vLLM's prefill engine answers beside its token: `kv_transfer_params`."""
+
 
 class Hang(Exception):
     """Nothing more is said on this connection."""
@@ -61,12 +73,12 @@ class RawEngine:
         self._model = model
         self._keep_alive_s = keep_alive_s
         self._server: asyncio.Server | None = None
+        self._port = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def port(self) -> int:
-        assert self._server is not None
-        return int(self._server.sockets[0].getsockname()[1])
+        return self._port
 
     @property
     def url(self) -> str:
@@ -79,6 +91,7 @@ class RawEngine:
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=4096)
+        self._port = int(self._server.sockets[0].getsockname()[1])
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -87,6 +100,11 @@ class RawEngine:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def stop_listening(self) -> None:
+        """New connections are refused from now on."""
+        assert self._server is not None
+        self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -8,15 +8,16 @@ The same keys, with underscores, make a table in TOML; values with a comma can o
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
 
 import msgspec
 
 from discovery.config.errors import ConfigError, nearest
-from engines.types import EngineSpec
+from engines.links import UnknownLink, parse_link
+from engines.types import Connector, EngineSpec, Role
 from engines.urls import normalise
 
+_CHOICES = {"role": tuple(Role), "connector": tuple(Connector)}
 KEYS = tuple(field.name for field in msgspec.structs.fields(EngineSpec))
 
 
@@ -66,6 +67,15 @@ def _check_cache(spec: EngineSpec) -> None:
             raise ConfigError(f"{name}={address!r} is not a ZMQ address; write tcp://HOST:PORT")
     if spec.kv_replay is not None and spec.kv_events is None:
         raise ConfigError("kv-replay has no effect without kv-events")
+    if spec.bootstrap is not None and not spec.bootstrap.startswith("http://"):
+        raise ConfigError(f"bootstrap={spec.bootstrap!r} is not the address of a bootstrap server; write http://HOST:PORT")
+    if spec.link is not None:
+        try:
+            parse_link(spec.link)
+        except UnknownLink as error:
+            raise ConfigError(f"link: {error}") from None
+    if spec.role is Role.AGGREGATED and (spec.connector is not None or spec.bootstrap is not None or spec.link is not None or spec.group):
+        raise ConfigError("connector, bootstrap, link and group have no effect with role=aggregated")
     if spec.block_size is not None and spec.block_size < 1:
         raise ConfigError(f"block-size must be at least 1, not {spec.block_size}")
 
@@ -74,7 +84,6 @@ def _in_words(problem: str) -> str:
     """What msgspec says, with the key where a reader looks for it."""
     message, _, path = problem.partition(" - at `$.")
     key = path.rstrip("`").replace("_", "-")
-    if key == "role":
-        roles = ", ".join(role.value for role in typing.get_type_hints(EngineSpec)["role"])
-        message = f"{message}; one of {roles}"
+    if key in _CHOICES:
+        message = f"{message}; one of {', '.join(_CHOICES[key])}"
     return f"{key}: {message}" if key else message

@@ -7,12 +7,12 @@ import sys
 from typing import Any
 
 from engines.kv_bytes import kv_shape_of
+from engines.links import parse_link
 from engines.model_config import read_model
 from engines.model_fields import Fields
 from planner.advise.estimate import Question, estimate
 from planner.advise.files import find_model
 from planner.advise.gpus import GPUS, MEMORY_UTILISATION
-from planner.advise.links import parse_link
 from planner.advise.report import Advice, as_json, as_text, assumptions
 from planner.advise.settings import AdviseSettings
 from planner.advise.timing import Hardware, Work

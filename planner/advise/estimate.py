@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from planner.advise.links import Link
+from engines.links import Link
 from planner.advise.timing import Hardware, Local, Work, before, beside, steps_of
 
 Verdict = Literal["pays", "does not pay", "about even"]

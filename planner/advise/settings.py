@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from discovery.config import Complaint
 from engines.kv_bytes import KvDtype
+from engines.links import UnknownLink, parse_link
 from planner.advise.gpus import UTILISATION, GpuName
-from planner.advise.links import UnknownLink, parse_link
 
 Text = Annotated[str, Meta(min_length=1)]
 Positive = Annotated[float, Meta(gt=0)]

@@ -149,6 +149,11 @@ class PromptBook:
         entry = self._entries.get(engine_id)
         return None if entry is None else entry.status
 
+    def folder(self, engine_id: str) -> str | None:
+        """Where the model's files are that prompts for the engine are made with; None where there are none."""
+        entry = self._entries.get(engine_id)
+        return entry.encoder.model.folder if entry is not None and entry.encoder is not None else None
+
     async def tokens_chat(self, engines: Sequence[str], fields: ChatFields, body: bytes) -> Prompt:
         """The prompt of a chat, for each of `engines`. `body` is what `fields` were decoded from.
 

@@ -16,7 +16,9 @@ class NoCandidate(Exception):
     """No endpoint is left to choose from; `rejected` says what was wrong with each of those there are."""
 
     def __init__(self, model: str, rejected: Sequence[tuple[Endpoint, Rejection]]) -> None:
-        super().__init__(f"no endpoint can take a request for model {model!r}")
+        alone = any(why is Rejection.NO_PARTNER for _, why in rejected)
+        more = ": there are decode engines, and no usable prefill engine of their group to compute its prompt" if alone else ""
+        super().__init__(f"no endpoint can take a request for model {model!r}{more}")
         self.model = model
         self.rejected = tuple(rejected)
 

@@ -89,6 +89,8 @@ class Rejection(enum.StrEnum):
     """It answered 429 or 503 a moment ago."""
     SATURATED = "saturated"
     """It has as many requests of ours in flight as it may have."""
+    NO_PARTNER = "no_prefill_engine"
+    """It goes on from prompts computed elsewhere, and no engine can compute this one for it."""
 
 
 class Reason(enum.StrEnum):

@@ -48,9 +48,12 @@ class Served(Router):
 
 
 @contextlib.asynccontextmanager
-async def serve(engines: Sequence[RealEngine], log: Path, *flags: str, serving: int | None = None) -> AsyncIterator[Served]:
-    """`commutator serve` in front of `engines`, once all of them (or `serving`) take requests. Ends it with SIGTERM."""
-    arguments = [part for engine in engines for part in ("--engine", engine.url)]
+async def serve(engines: Sequence[RealEngine | str], log: Path, *flags: str, serving: int | None = None) -> AsyncIterator[Served]:
+    """`commutator serve` in front of `engines`, once all of them (or `serving`) take requests. Ends it with SIGTERM.
+
+    An engine of which more than its URL is to be said is given as a line: `http://…,role=prefill`.
+    """
+    arguments = [part for engine in engines for part in ("--engine", engine if isinstance(engine, str) else engine.url)]
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
             COMMAND, "serve", "--host", "127.0.0.1", "--port", "0", "--log-format", "json", *arguments, *flags,

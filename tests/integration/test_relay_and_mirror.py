@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import random
 import signal
 import time
+import weakref
 
 import msgspec
 import pytest
@@ -260,6 +262,37 @@ async def test_S17_a_snapshot_over_one_mebibyte_passes_the_broker_s_limit() -> N
             await until(lambda: mirror.ready(engine.endpoint), deadline_s=60)
             assert len(index.held[engine.endpoint]) == blocks
             assert index.keys(engine.endpoint) == engine.held
+
+
+async def test_what_was_known_of_an_engine_that_left_is_gone_without_a_garbage_collection() -> None:
+    async with fleet() as made, ToyEngine() as engine, made.mirror(engine.info()) as (mirror, index):
+        made.relay.follow(engine.info())
+        engine.serve(prompt(1, 4))
+        await copied(mirror, index, engine)
+        feed = weakref.ref(made.relay._followed[engine.endpoint].feed)
+        gc.disable()
+        try:
+            made.relay.unfollow(engine.endpoint.engine)
+            await until(lambda: feed() is None, what="its feed to be freed")
+        finally:
+            gc.enable()
+
+
+async def test_of_questions_that_wait_in_line_only_the_last_of_each_mirror_is_answered() -> None:
+    async with fleet() as made, ToyEngine() as engine, made.mirror(engine.info()) as (mirror, index), connected(made.url, "asks") as asks:
+        made.relay.follow(engine.info())
+        engine.serve(prompt(1, 4))
+        await copied(mirror, index, engine)
+        subjects, answered = Subjects(NAMESPACE), []
+        asks.subscribe(f"{NAMESPACE}.reply.>", lambda subject, payload, reply: answered.append(subject))
+        await asks.flush()
+        questions = [subjects.reply(name, engine.endpoint, attempt) for attempt in (1, 2, 3) for name in ("one", "other")]
+        for reply in questions:  # in one go: none is answered before the last is asked
+            made.relay._on_request("", ENCODE(SnapshotRequest(engine.endpoint)), reply)
+        await until(lambda: len(answered) >= 2)
+        await made.bus.flush()
+        await asks.flush()
+        assert answered == questions[-2:]
 
 
 async def test_one_step_that_stores_more_than_a_message_holds_is_split_and_whole() -> None:

@@ -36,7 +36,7 @@ async def engines(
     """Engines that are asked in order while they serve."""
     given: dict[str, Any] = {"resume": 1, "policy": "tests.integration.test_failover:FirstByAge", "probe_period_s": 60.0} | settings
     async with fleet(count, kind=kind) as started, routing(started, **given) as router:
-        FirstByAge.order = [engine.url for engine in started]
+        FirstByAge.order = FirstThatLooksAtCaches.order = [engine.url for engine in started]
         yield started, router
         await nothing_is_in_flight(router)
 

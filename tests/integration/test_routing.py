@@ -47,6 +47,19 @@ async def test_a_repeated_prompt_goes_back_to_its_engine_and_is_a_hit_by_the_eng
             assert again.cached_tokens == again.overlap_tokens > 0
 
 
+async def test_M1_the_index_holds_no_more_than_is_configured_and_counts_what_it_refused() -> None:
+    async with fleet(2) as engines, routing(engines, index_max_blocks=20) as router:
+        for name in "abcdefgh":
+            answer = await router.chat(prompt(name))
+            assert (answer.status, answer.signal) == (200, "live")
+        await until(lambda: _is(router, "router_index_refused_total"), what="blocks beyond the bound")
+        assert await router.metric("router_index_blocks") <= 20
+
+
+async def _is(router: Router, name: str) -> bool:
+    return await router.metric(name) > 0
+
+
 @pytest.mark.parametrize("policy", ["kv", "round-robin", "random", "least-loaded", "power-of-two", "session"])
 async def test_U2_each_policy_is_one_flag(policy: str) -> None:
     async with fleet(2) as engines, routing(engines, policy=policy) as router:

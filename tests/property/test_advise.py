@@ -10,10 +10,10 @@ import msgspec
 from hypothesis import given, settings
 
 from engines.kv_bytes import KvShape, Window, kv_shape
+from engines.links import EFFICIENCY, NOMINAL, Link, parse_link
 from engines.model_config import read_model
 from engines.model_fields import Fields, ModelConfigError
 from planner.advise.estimate import Estimate, Question, estimate
-from planner.advise.links import EFFICIENCY, NOMINAL, Link, parse_link
 from planner.advise.models import MODELS
 from planner.advise.timing import Hardware, Work
 from planner.advise.weights import bytes_per_parameter, count

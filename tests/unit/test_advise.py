@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from engines.kv_bytes import kv_shape
+from engines.links import EFFICIENCY, NOMINAL, Link, UnknownLink, parse_link
 from engines.model_config import read_model
 from engines.model_fields import Fields, ModelConfigError
 from planner.advise.estimate import EVEN, Estimate, Question, estimate, seconds, size
 from planner.advise.gpus import GPUS, MEMORY_UTILISATION, UTILISATION
-from planner.advise.links import EFFICIENCY, NOMINAL, Link, UnknownLink, parse_link
 from planner.advise.models import MODELS, known_model
 from planner.advise.timing import Hardware, Work, before, beside, steps_of
 from planner.advise.weights import bytes_per_parameter, count

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import commutator
+from engines.links import NOMINAL
 from planner.advise.gpus import GPUS
-from planner.advise.links import NOMINAL
 from planner.advise.models import MODELS
 
 ROOT = Path(commutator.__file__).parent

@@ -164,3 +164,33 @@ def test_engines_that_evict_tail_first_under_pressure_are_followed_exactly() -> 
                 expected[slot] = depth
         assert index.match(keys) == expected
     index._check()
+
+
+def test_the_memory_of_those_who_left_is_given_back() -> None:
+    index = PrefixIndex()
+    empty = index.memory_bytes()
+    rng = random.Random(3)
+    for _ in range(3):
+        slot = index.add_slot()
+        index.store(slot, [rng.getrandbits(64) for _ in range(10_000)])
+    assert index.memory_bytes() > 20 * empty
+    for slot in range(3):
+        index.drop_slot(slot)
+    while index.sweep(500) == 500:
+        pass
+    assert len(index) == 0
+    assert index.memory_bytes() <= 2 * empty
+    index._check()
+
+
+def test_a_slice_of_a_sweep_frees_no_more_than_it_may() -> None:
+    index = PrefixIndex()
+    slot = index.add_slot()
+    rng = random.Random(4)
+    for _ in range(200):
+        index.store(slot, [rng.getrandbits(64) for _ in range(128)])
+    index.drop_slot(slot)
+    while not index.swept:
+        before = len(index)
+        index.sweep(100)
+        assert before - len(index) <= 100 + 128, "a run is freed whole, and no more"

@@ -16,7 +16,7 @@ SGLANG = (DATA / "sglang" / "metrics.txt").read_text()
 
 def test_a_real_vllm_page_is_read() -> None:
     assert read_load(EngineKind.VLLM, VLLM) == {0: EngineLoad(running=0, waiting=0, kv_usage=0.0, asleep=False)}
-    assert read_cache_config(VLLM) == {0: CacheConfig(block_size=32, total_blocks=12)}
+    assert read_cache_config(VLLM) == {0: CacheConfig(block_size=32, total_blocks=12, dtype="auto")}
     assert read_boot(VLLM) == 1795954074.36
 
 

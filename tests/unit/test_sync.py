@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import random
 
@@ -461,3 +462,26 @@ def test_digests_tell_tiers_apart_even_when_two_blocks_swap_them() -> None:
     assert one != other
     assert len({digest_of(7, tier) for tier in Tier}) == 3
     assert all(0 <= digest_of(2**64 - 1, tier) < 2**64 for tier in Tier)
+
+
+def test_who_is_not_answered_waits_twice_as_long_each_time_so_that_a_long_line_comes_to_its_end() -> None:
+    sync = StreamSync()
+    attempt_of(sync.beacon(beacon(3, 1, 2), 0.0))
+    asked, now = [0.0], 0.0
+    while now < 100.0:
+        now += 0.5
+        if sync.tick(now):
+            asked.append(now)
+    waits = [after - before for before, after in itertools.pairwise(asked)]
+    assert waits == [2.0, 4.0, 8.0, 16.0, 32.0, 32.0]
+
+
+def test_a_snapshot_that_came_makes_the_next_loss_a_short_one() -> None:
+    sync = StreamSync()
+    sync.beacon(beacon(3, 1, 2), 0.0)
+    attempt = attempt_of(sync.tick(RETRY_S))
+    sync.chunk(chunk(3, 0, 1, store(1, 2)), attempt, RETRY_S)
+    assert sync.synced
+    attempt_of(sync.beacon(beacon(5, 1, 2), 10.0))
+    assert sync.tick(10.0 + RETRY_S - 0.1) == []
+    assert sync.tick(10.0 + RETRY_S) != []

@@ -45,12 +45,14 @@ class Workload:
         """Blocks that one engine holds."""
         return HEADS * HEAD + self.chains * OWN
 
-    def stored(self, engine: int) -> Iterator[Chain]:
-        """What an engine stores, in order."""
-        for head in self._heads:
-            yield Chain(None, head)
-        for number in range(self.chains):
-            yield Chain(self._heads[number % HEADS][-1], self._own(engine, number))
+    def stored(self, part: int, parts: int) -> Iterator[tuple[int, Chain]]:
+        """A part of all there is to store, in order: every engine stores a chain, then every engine the next, as in a fleet at work."""
+        if part == 0:
+            yield from ((engine, Chain(None, head)) for head in self._heads for engine in range(self.engines))
+        for number in range(self.chains * part // parts, self.chains * (part + 1) // parts):
+            parent = self._heads[number % HEADS][-1]
+            for engine in range(self.engines):
+                yield engine, Chain(parent, self._own(engine, number))
 
     def own(self, engine: int, number: int) -> list[int]:
         """One of its own chains, without the head."""

@@ -1,0 +1,49 @@
+"""Can two engines share this request? Not when it asks for more than one sequence, or for what only whoever computes the prompt can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+from msgspec import Raw
+
+from router.disagg import Why
+from router.routes import PromptForm, Route
+
+SPLIT_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/generate"})
+_FALSE: Final = frozenset({b"null", b"false"})
+_MANY_OPENINGS: Final = (b'["', b"[[", b"[{")
+
+
+def undivided(route: Route, fields: Mapping[str, Raw]) -> Why | None:
+    """Why a request with this body, to one of `SPLIT_PATHS`, cannot be shared between two engines; None when it can."""
+    if route.form is PromptForm.GENERATE and "sampling_params" in fields:
+        fields = {**fields, **_object(fields["sampling_params"])}
+    if any(_number(fields.get(name)) > 1 for name in ("n", "best_of")) or _says(fields.get("use_beam_search")):
+        return Why.SEQUENCES
+    prompts = [fields[name] for name in ("prompt", "text", "input_ids") if name in fields]
+    if any(bytes(prompt[:64]).replace(b" ", b"").startswith(_MANY_OPENINGS) for prompt in map(bytes, prompts)):
+        return Why.SEQUENCES
+    if _says(fields.get("echo")) or _says(fields.get("prompt_logprobs")):
+        return Why.PROMPT_ASKED
+    return None
+
+
+def _object(raw: Raw) -> dict[str, Raw]:
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Raw])
+    except msgspec.DecodeError:
+        return {}
+
+
+def _number(raw: Raw | None) -> int:
+    try:
+        return 0 if raw is None else msgspec.json.decode(raw, type=int)
+    except msgspec.DecodeError:
+        return 0
+
+
+def _says(raw: Raw | None) -> bool:
+    """Whether a field is there and asks for something; a 0 asks for the prompt's own log-probabilities."""
+    return raw is not None and bytes(raw) not in _FALSE

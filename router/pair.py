@@ -1,0 +1,306 @@
+"""How do two engines serve one request? As one unit: the first failure ends both legs, and a client that leaves closes both.
+
+in turn (NIXL)       prefill ──answer: handshake──▶ decode ──first token──▶ client
+at once (Mooncake,   prefill ────────────┐
+SGLang)     decode ─────────────┴──first token──▶ client
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Raw
+
+from discovery.logs import event
+from engines.errors import EngineClosed, EngineError, EngineUnreachable, TransferFailed
+from engines.handover import (
+    PREFILL_PATH,
+    BadHandshake,
+    Handshake,
+    Mooncake,
+    Nixl,
+    Room,
+    decode_leg,
+    decode_leg_as_asked,
+    prefill_leg,
+    prefill_leg_as_asked,
+    room_for,
+)
+from engines.types import Connector
+from router.disagg import Facts
+from router.legs import PrefillLeg, Proof
+from router.retry import Answered, Attempt
+from router.token_ids import Outcome, judged
+
+if TYPE_CHECKING:
+    from router.chooser import Choice, Chooser
+    from router.forward import Line
+    from router.gate import Place
+    from router.metrics import Metrics
+    from router.prompts.book import PromptBook
+    from router.relay import Relay
+    from router.upstream import EngineConnection
+
+LEASE_USED: Final = 2 / 3
+"""A handshake is not used behind so much of its lease: past the end, wrong tokens wait, and decode has to look at it first."""
+
+log = logging.getLogger(__name__)
+_random = random.SystemRandom()
+
+
+class Setback(msgspec.Struct, frozen=True):
+    """A leg has failed."""
+
+    choice: Choice
+    """Of the engine that is to answer for it."""
+    attempt: Attempt
+    relay: Relay | None = None
+    """Where the engine's own words are, if it said any."""
+
+
+class PairSender(msgspec.Struct, frozen=True):
+    """Sends requests to two engines each."""
+
+    lines: Mapping[str, Line]
+    chooser: Chooser
+    prompts: PromptBook
+    metrics: Metrics
+    transfer_timeout_s: float
+    """From the prompt's last token computed to the first one generated elsewhere."""
+    lease_s: float
+    """How long a prefill engine keeps what nobody fetches, by NIXL."""
+    clock: Callable[[], float]
+
+    async def send(self, place: Place, relay: Relay, body: bytes, repeats: int) -> Setback | None:
+        """Both legs, the answer going to `relay`; None when that is over, else which leg failed before it began, and how."""
+        prefill = _prefill_of(place.choice)
+        there, here = (self.lines.get(choice.endpoint.engine) for choice in (prefill, place.choice))
+        if there is None or here is None:
+            left = prefill if there is None else place.choice
+            return Setback(left, Attempt(EngineUnreachable("the engine has just left"), repeats=repeats))
+        handshake = _handshake(prefill)
+        legs = _Legs(self, place, relay, there, here, repeats)
+        try:
+            if handshake.at_once and legs.too_long:
+                return await legs.refused(handshake)
+            return await (legs.at_once(handshake, body) if handshake.at_once else legs.in_turn(handshake, body))
+        finally:
+            legs.close()
+
+
+class _Legs:
+    """The two legs of one attempt."""
+
+    def __init__(self, sender: PairSender, place: Place, relay: Relay, there: Line, here: Line, repeats: int) -> None:
+        self._sender = sender
+        self._place = place
+        self._relay = relay
+        self._there = there
+        self._here = here
+        self._repeats = repeats
+        self._choice = place.choice
+        self._prefill = _prefill_of(place.choice)
+        self._facts = place.choice.split.facts if place.choice.split is not None and place.choice.split.facts is not None else Facts(0)
+        self._pair = (self._prefill.endpoint, place.choice.endpoint)
+        self._leg = PrefillLeg(relay.exchange)
+        self._proof = Proof(relay, self._first_token)
+        self._open: list[tuple[EngineConnection, PrefillLeg | Proof]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._at_once = False
+        self._ids = _certain_ids(place.choice, sender.prompts)
+        self._began = self._decode_began = sender.clock()
+
+    @property
+    def too_long(self) -> bool:
+        """Whether the prompt alone is more than the prefill engine takes."""
+        longest = max((model.max_model_len or 0 for model in self._prefill.member.info.models), default=0)
+        return 0 < longest < self._facts.prompt_tokens
+
+    async def refused(self, handshake: Handshake) -> Setback:
+        """Only the prefill engine is asked, since it will refuse: its words are the client's answer, and decode need not be told."""
+        try:
+            await self._ask_prefill(handshake)
+        except EngineUnreachable as error:
+            return self._setback(self._prefill, error)
+        await self._leg.done
+        return self._prefill_failed() if self._leg.failed else self._transfer_failed("it took a prompt that is longer than its model takes")
+
+    async def in_turn(self, handshake: Handshake, body: bytes) -> Setback | None:
+        """Prefill, then decode with what its answer says."""
+        try:
+            await self._ask_prefill(handshake)
+        except EngineUnreachable as error:
+            return self._setback(self._prefill, error)
+        await self._leg.done
+        if self._leg.failed:
+            return self._prefill_failed()
+        computed_at = self._computed()
+        try:
+            told = handshake.decode(self._leg.answer)
+        except BadHandshake as error:
+            return self._transfer_failed(str(error))
+        try:
+            connection = await self._connection(self._here)
+        except EngineUnreachable as error:
+            self._sender.metrics.stranded()
+            return self._setback(self._choice, error)
+        if self._sender.clock() - computed_at > LEASE_USED * self._sender.lease_s:
+            self._sender.metrics.stranded()
+            return self._transfer_failed("the handshake grew too old before the decode engine could be reached")
+        self._ask_decode(connection, body, told)
+        self._expect_a_token()
+        await self._relay.done
+        return self._outcome()
+
+    async def at_once(self, handshake: Handshake, body: bytes) -> Setback | None:
+        """Both together: the engines wait for each other by themselves."""
+        self._at_once = True
+        try:
+            connection = await self._connection(self._here)
+        except EngineUnreachable as error:
+            return self._setback(self._choice, error)
+        try:
+            await self._ask_prefill(handshake)
+        except BaseException as error:
+            connection.abandon()
+            if isinstance(error, EngineUnreachable):
+                return self._setback(self._prefill, error)
+            raise
+        self._ask_decode(connection, body, handshake.decode(b""))
+        self._leg.when_over(self._prefill_over)
+        await self._relay.done
+        if self._leg.failed and not self._proof.proven:
+            return self._prefill_failed()
+        return self._outcome()
+
+    def close(self) -> None:
+        """Nobody wants what has not come yet."""
+        self._relay.exchange.flow = None
+        if self._timer is not None:
+            self._timer.cancel()
+        for connection, sink in self._open:
+            if not sink.over:
+                connection.abandon()
+
+    # inside
+
+    async def _connection(self, line: Line) -> EngineConnection:
+        return (None if self._repeats else line.pool.take_idle()) or await line.pool.connect()
+
+    async def _ask_prefill(self, handshake: Handshake) -> None:
+        asked = self._choice.asked
+        if self._ids is None:
+            path, body = None, prefill_leg_as_asked(self._choice.member.info.kind, asked.fields(), handshake.prefill())
+        else:
+            path, body = PREFILL_PATH, prefill_leg(asked.request.model, self._ids, asked.fields(), handshake.prefill())
+        connection = await self._connection(self._there)
+        self._began = self._sender.clock()
+        self._open.append((connection, self._leg))
+        rank = None if self._prefill.member.info.connector is Connector.ROOMS else self._prefill.endpoint.rank  # the room's number tells it
+        connection.send(self._there.request(self._relay.exchange, body, rank, path=path), self._leg)
+
+    def _ask_decode(self, connection: EngineConnection, body: bytes, told: Mapping[str, object]) -> None:
+        fields = msgspec.json.decode(body, type=dict[str, Raw])
+        body = (
+            decode_leg_as_asked(fields, told) if self._ids is None else decode_leg(self._choice.member.info.kind, self._ids, fields, told)
+        )
+        self._decode_began = self._sender.clock()
+        self._open.append((connection, self._proof))
+        self._relay.exchange.flow = connection
+        connection.send(self._here.request(self._relay.exchange, body, self._choice.endpoint.rank), self._proof)
+
+    def _prefill_over(self) -> None:
+        if self._leg.failed:
+            self._proof.fail("its prompt could not be computed")
+        elif not self._proof.over:
+            self._computed()
+            self._expect_a_token()
+
+    def _computed(self) -> float:
+        """The prompt is in the prefill engine's cache: that engine is free of it. When that was."""
+        now = self._sender.clock()
+        reservation, facts = self._place.reservation.prefill, self._facts
+        if reservation is not None:
+            self._sender.chooser.first_token(self._prefill, reservation, self._began)
+            reservation.release()
+        if not self._at_once:
+            self._sender.chooser.pairing.prefilled(self._pair, facts.queued_at_prefill + facts.new_at_prefill, now - self._began, now)
+        return now
+
+    def _expect_a_token(self) -> None:
+        if self._proof.proven or self._timer is not None:
+            return
+        timeout_s = self._sender.transfer_timeout_s
+        why = f"no token came within {timeout_s:g} s of the prompt's being computed (kv_transfer_timeout_s)"
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._proof.fail, why)
+
+    def _first_token(self) -> None:
+        """The KV cache has arrived. Where both legs went out at once, the transfer overlaps the prefill and is timed with it."""
+        now, pairing, facts = self._sender.clock(), self._sender.chooser.pairing, self._facts
+        seconds = now - self._decode_began
+        if self._at_once:
+            pairing.prefilled(self._pair, facts.queued_at_prefill + facts.new_at_prefill, now - self._began, now)
+            pairing.transferred(self._pair, facts.carried, 0.0, now)
+        elif (slow := pairing.transferred(self._pair, facts.carried, seconds, now)) is not None:
+            event(log, logging.WARNING, "slow KV transfers", prefill=str(self._pair[0]), decode=str(self._pair[1]), found=str(slow))
+        self._sender.metrics.transfer_took(seconds)
+
+    def _prefill_failed(self) -> Setback:
+        leg = self._leg
+        if leg.head_seen is None or leg.error is not None:
+            return self._setback(self._prefill, leg.error or EngineClosed("it said nothing"))
+        return Setback(self._prefill, Attempt(Answered(leg.head_seen.status, leg.head_seen.retry_after_s), repeats=self._repeats), leg)
+
+    def _outcome(self) -> Setback | None:
+        if self._proof.failure is not None:
+            return self._transfer_failed(str(self._proof.failure))
+        if self._relay.accepted:
+            self._sender.metrics.transferred(self._facts.carried)
+        return None
+
+    def _transfer_failed(self, why: str) -> Setback:
+        self._sender.metrics.transfer_failed()
+        self._sender.chooser.pairing.failed(self._pair, self._sender.clock())
+        return self._setback(self._prefill, TransferFailed(f"from {self._prefill.endpoint} to {self._choice.endpoint}: {why}"))
+
+    def _setback(self, choice: Choice, error: EngineError) -> Setback:
+        engine = choice.endpoint.engine
+        reused = any(
+            connection.reused for connection, sink in self._open if (sink is self._leg) == (engine == self._prefill.endpoint.engine)
+        )
+        return Setback(choice, Attempt(error, reused=reused, repeats=self._repeats))
+
+
+def _certain_ids(choice: Choice, prompts: PromptBook) -> Raw | None:
+    """The prompt's ids, where they are certainly those that the engine would make of it."""
+    asked, info = choice.asked, choice.member.info
+    tokens, status = asked.tokens.get(info.id), prompts.status(info.id)
+    if tokens is None:
+        return None
+    certain = judged(asked.route.form, info, tokens, checked=status is not None and status.checked) is Outcome.FORWARDED
+    return Raw(msgspec.json.encode(tokens.ids)) if certain or asked.ids_barrier is Outcome.GIVEN else None
+
+
+def _handshake(prefill: Choice) -> Handshake:
+    info, rank = prefill.member.info, prefill.endpoint.rank
+    match info.connector:
+        case Connector.MOONCAKE:
+            return Mooncake(f"{_random.getrandbits(128):032x}", dict(info.transfer_ids)[rank], info.bootstrap or "")
+        case Connector.ROOMS:
+            where = urlsplit(info.bootstrap or info.id)
+            room = room_for(_random.getrandbits(62), info.ranks.index(rank), len(info.ranks))
+            return Room(where.hostname or "", where.port or 80, room)
+        case _:
+            return Nixl()
+
+
+def _prefill_of(choice: Choice) -> Choice:
+    if choice.prefill is None:
+        raise AssertionError
+    return choice.prefill

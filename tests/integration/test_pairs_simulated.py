@@ -1,0 +1,166 @@
+"""Simulated engines hand KV to each other as the real ones do, and answer wrongly where those would: what the router must prevent, and choose."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from engines.simulator.engine import SimulatedEngine
+from engines.simulator.settings import Connector, LoadFailurePolicy
+from engines.types import Connector as Way
+from engines.types import EngineKind, EngineSpec, Role
+from router.disagg import Mode
+from tests.raw import port_of, request, talking
+from tests.rig import Router, prompt, routing, settings_of
+from tests.waiting import until
+
+WAYS = ["nixl", "mooncake", "rooms"]
+
+
+class Pair(NamedTuple):
+    prefill: SimulatedEngine
+    decode: SimulatedEngine
+    router: Router
+
+
+def settings_for(way: str, role: Role, **changed: object) -> Any:  # noqa: ANN401  settings
+    if way == "rooms":
+        return settings_of(kind=EngineKind.SGLANG, role=role, **changed)
+    return settings_of(kind=EngineKind.VLLM, connector=Connector(way), role=role, **changed)
+
+
+def spec_of(way: str, engine: SimulatedEngine) -> EngineSpec:
+    if way == "rooms":
+        return EngineSpec(engine.url)
+    if way == "mooncake":
+        return EngineSpec(engine.url, role=engine.role, connector=Way.MOONCAKE, bootstrap=engine.bootstrap)
+    return EngineSpec(engine.url, role=engine.role)
+
+
+@contextlib.asynccontextmanager
+async def pair(
+    way: str,
+    *,
+    at_prefill: dict[str, Any] | None = None,
+    at_decode: dict[str, Any] | None = None,
+    **changed: Any,  # noqa: ANN401  settings
+) -> AsyncIterator[Pair]:
+    async with (
+        SimulatedEngine(settings_for(way, Role.PREFILL, **(at_prefill or {}))) as there,
+        SimulatedEngine(settings_for(way, Role.DECODE, **(at_decode or {}))) as here,
+        routing([spec_of(way, there), spec_of(way, here)], **changed) as router,
+    ):
+        yield Pair(there, here, router)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", ["chat", "text", "ids"])
+async def test_the_answer_is_that_of_one_engine(way: str, stream: bool, api: str) -> None:
+    """A simulated engine that is handed another prompt's KV says something else."""
+    kind = EngineKind.SGLANG if way == "rooms" else EngineKind.VLLM
+    async with SimulatedEngine(settings_of(kind=kind)) as alone, routing([alone]) as router, pair(way) as (there, _, paired):
+        for words in (1, 30, 300):
+            text = prompt(f"{way} {api}", words)
+            answers = [
+                await (
+                    one.chat(text, stream=stream, max_tokens=9)
+                    if api == "chat"
+                    else one.complete(text if api == "text" else [5, 6, 7] * words, stream=stream, max_tokens=9)
+                )
+                for one in (router, paired)
+            ]
+            assert [answer.status for answer in answers] == [200, 200]
+            first, second = (
+                [choice for event in events_of(answer.body, stream=stream) for choice in event["choices"]] for answer in answers
+            )
+            assert second == first
+            assert answers[1].headers["x-commutator-prefill-engine"] == there.url
+
+
+def events_of(body: bytes, *, stream: bool) -> list[Any]:
+    if not stream:
+        return [json.loads(body)]
+    return [json.loads(part.removeprefix(b"data: ")) for part in body.split(b"\n\n") if part and part != b"data: [DONE]"]
+
+
+async def test_P5_what_was_computed_for_clients_that_left_is_held_no_longer_than_the_lease() -> None:
+    async with pair("nixl", at_prefill={"kv_lease_s": 1.0}) as (there, here, router):
+        await here.refuse()
+        for number in range(20):
+            async with talking(port_of(router.url)) as client:
+                body = b'{"model":"sim","stream":true,"prompt":%s}' % str([number + 5] * 100).encode()
+                await client.send(request("/v1/completions", body))
+                await until(lambda count=number: there.counters.generated > count, what="the prompt is computed")
+        await until(lambda: not there.exchange.kept, what="the leases have ended")
+        await here.accept()
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_prefill_engine_that_dies_costs_no_request_where_decode_can_compute(way: str) -> None:
+    async with pair(way, at_decode={"kv_load_failure_policy": LoadFailurePolicy.FAIL}, kv_transfer_timeout_s=2.0) as (there, _, router):
+        assert (await router.chat(prompt("before"))).status == 200
+        await there.die()
+        answers = [await router.chat(prompt(f"after {number}")) for number in range(5)]
+        statuses = {answer.status for answer in answers}
+        assert statuses <= ({502, 503} if way == "rooms" else {200}), [answer.body for answer in answers]
+
+
+async def test_an_sglang_decode_engine_is_not_asked_for_what_hangs_it() -> None:
+    async with pair("rooms") as (there, here, router):
+        answer = await router.chat(prompt("several"), n=2)
+        assert answer.status == 503
+        assert "prefill" in answer.json["error"]["message"]
+        assert here.running == there.running == 0
+
+
+@pytest.mark.parametrize(("link", "wanted"), [(2e6, "local"), (1e10, "remote")])
+async def test_measured_takes_the_faster_way(link: float, wanted: str) -> None:
+    """A link that takes 0.6 s for a prompt that is computed in 0.02 s; one that takes next to nothing, beside streams that a prefill would delay."""
+    bytes_per_token = 1000
+    speeds = {
+        "speedup": 1,
+        "prefill_tokens_per_s": 60_000.0,
+        "kv_bytes_per_token": bytes_per_token,
+        "link_bytes_per_s": link,
+        "kv_blocks": 8192,
+    }
+    slow = speeds | {"prefill_tokens_per_s": 5_000.0} if wanted == "remote" else speeds
+    async with pair("nixl", at_prefill=speeds, at_decode=slow, disagg=Mode.MEASURED) as (_, _, router):
+        for number in range(6):
+            assert (await router.chat(prompt(f"measured {number}", 300), stream=True)).status == 200
+        before = {where: await router.metric("router_prefills_total", where=where) for where in ("local", "remote")}
+        for number in range(6, 16):
+            assert (await router.chat(prompt(f"measured {number}", 300), stream=True)).status == 200
+        after = {where: await router.metric("router_prefills_total", where=where) for where in ("local", "remote")}
+        assert after[wanted] - before[wanted] >= 9
+
+
+@pytest.mark.parametrize("way", ["nixl"])
+async def test_a_slow_link_is_named(way: str) -> None:
+    slow = {"speedup": 1, "kv_bytes_per_token": 10_000, "link_bytes_per_s": 2e7, "kv_blocks": 8192}
+    async with (
+        SimulatedEngine(settings_for(way, Role.PREFILL, **slow)) as there,
+        SimulatedEngine(settings_for(way, Role.DECODE, **slow)) as here,
+        routing([EngineSpec(there.url, role=Role.PREFILL, link="100GbE"), EngineSpec(here.url, role=Role.DECODE)]) as router,
+    ):
+        assert (await router.chat(prompt("slow", 400), stream=True)).status == 200
+        assert await router.metric("router_kv_link_slow") == 1
+        assert 0 < await router.metric("router_kv_link_bytes_per_second") < 1e8
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_many_at_once_each_get_their_own(way: str) -> None:
+    async with pair(way, at_prefill={"kv_blocks": 8192}, at_decode={"kv_blocks": 8192}) as (_, _, router):
+        texts = [prompt(f"own {number}", 20 + number) for number in range(40)]
+        together = await asyncio.gather(*(router.chat(text, max_tokens=6) for text in texts))
+        assert {answer.status for answer in together} == {200}
+        again = [await router.chat(text, max_tokens=6) for text in texts]
+        for one, other in zip(together, again, strict=True):
+            assert one.json["choices"] == other.json["choices"]
+        assert await router.metric("router_kv_transfers_total", outcome="failed") == 0
