@@ -458,13 +458,14 @@ async def test_without_a_transfer_id_decode_waits_for_ever(hands: Hands) -> None
 
 
 @MOONCAKE
-async def test_what_nobody_fetches_is_kept_for_a_while_only_and_what_comes_too_late_fails(hands: Hands) -> None:
-    prompt = hands.decode.ids(2.5)
-    there, here = await hands.told()
-    await hands.prefill.complete(prompt, **there)
-    await until(hands.used, what="the engine to say that it keeps blocks")
-    await until(lambda: free(hands), deadline_s=60, what="the blocks to be freed")
-    assert (await hands.decode.complete(prompt, **here)).status == 500
+async def test_what_nobody_fetches_is_kept_for_a_while_only_and_what_nobody_computes_fails_after_as_long(hands: Hands) -> None:
+    (there, _), (_, here) = await hands.told(), await hands.told()
+    async with asyncio.TaskGroup() as asked:
+        never_sent = asked.create_task(hands.decode.complete(hands.decode.ids(2.5), **here))
+        await hands.prefill.complete(hands.decode.ids(2.5), **there)
+        await until(hands.used, what="the engine to say that it keeps blocks")
+        await until(lambda: free(hands), deadline_s=60, what="the blocks to be freed")
+    assert never_sent.result().status == 500
 
 
 @MOONCAKE
