@@ -206,12 +206,17 @@ class Chooser:
         return msgspec.structs.replace(choice, split=split, prefill=prefill if split.remote else None)
 
     def _partners(self, member: Member, decode: Endpoint, asked: Asked, tried: set[str], now: float) -> list[_Able]:
-        """Endpoints that can compute the prompt for `decode` now."""
+        """Endpoints that can compute the prompt for `decode` now.
+
+        Where it is of no use without one, and all that are left are being left alone, a try is better than a sure refusal.
+        """
         if _undivided(asked, member) is not None:
             return []
         partners, _ = self._with_room(self._fleet.partners(member, asked.request.model), tried, now)
         tokens = asked.tokens.get(decode.engine)  # the blocks of other ids would not be those that decode wants
-        return [able for able in partners if asked.tokens.get(able[1].engine) is tokens and self.pairing.usable((able[1], decode), now)]
+        partners = [able for able in partners if asked.tokens.get(able[1].engine) is tokens]
+        usable = [able for able in partners if self.pairing.usable((able[1], decode), now)]
+        return usable if usable or not self._needs_partner(member, asked) else partners
 
     def reserve(self, choice: Choice) -> Reservation:
         """Count the request on its endpoint, and on the one that computes its prompt, until the reservation is released."""

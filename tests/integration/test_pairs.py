@@ -305,6 +305,18 @@ async def test_a_failed_transfer_is_seen_before_the_client_has_a_byte_and_the_re
         assert len(decode.requests) == 3, "the pair is left alone for a while"
 
 
+async def test_the_only_pair_there_is_is_tried_again_at_once() -> None:
+    failing = answering(whole(b'{"error":{"message":"Decode handshake failed"}}', status=b"500 Internal Server Error"))
+
+    async def here(asked: Request, writer: asyncio.StreamWriter) -> None:
+        await (failing if len(decode.requests) == 1 else DECODED)(asked, writer)
+
+    async with pair(answering(whole(b"{}")), here, kind=EngineKind.SGLANG) as (_, decode, router):
+        first = await ask(router)
+        assert (first.status, first.json["error"]["code"]) == (502, "kv_transfer_failed")
+        assert (await ask(router)).status == 200
+
+
 async def test_a_transfer_that_never_comes_ends_in_time() -> None:
     async def here(asked: Request, writer: asyncio.StreamWriter) -> None:
         if "kv_transfer_params" in told(asked):
