@@ -91,7 +91,7 @@ class Intake:
                 content_type = value
             elif name == self._session_header:
                 session = value.decode("latin-1")
-        parsed = openai.parse(body, content_type)
+        parsed = openai.parse(body, content_type if route.form is PromptForm.UNREAD else None)
         model = parsed.model
         members = self._fleet.able(model, route.engines) if model is not None else []
         if not members or model is None:

@@ -126,6 +126,8 @@ def parse(body: bytes, content_type: bytes | None = None) -> ApiBody:
         found = _MULTIPART_MODEL.search(body)
         return ApiBody(model=found[1].decode("utf-8", "replace") if found else None)
     try:
+        if not body.isascii():
+            body.decode()  # what stays raw would else be found out later, or nowhere
         return _decoder.decode(body)
     except msgspec.ValidationError as error:
         raise BadBody(f"the request body is not valid: {error}") from None
@@ -186,9 +188,13 @@ def _prompt(field: Field) -> Prompt | None:
     try:
         ids = _ids_decoder.decode(field)
     except msgspec.ValidationError:
-        value: Any = msgspec.json.decode(field)
+        pass
     else:
         return Prompt(ids=ids) if ids else None
+    try:
+        value: Any = msgspec.json.decode(field)
+    except msgspec.ValidationError:  # a number that no type holds
+        return None
     if isinstance(value, list) and value:
         value = value[0]
     if isinstance(value, str):
@@ -201,5 +207,7 @@ def _prompt(field: Field) -> Prompt | None:
 def _string(field: Field) -> str | None:
     if isinstance(field, UnsetType):
         return None
-    value = msgspec.json.decode(field)
-    return value if isinstance(value, str) else None
+    try:
+        return msgspec.json.decode(field, type=str)
+    except msgspec.ValidationError:
+        return None
