@@ -159,7 +159,9 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
         role=spec.role or Role.AGGREGATED,
         connector=connector,
         bootstrap=spec.bootstrap,
-        transfer_ids=await _transfer_ids(client, spec, version) if connector is Connector.MOONCAKE and spec.role is Role.PREFILL else (),
+        transfer_ids=await _transfer_ids(client, spec, version, ranks)
+        if connector is Connector.MOONCAKE and spec.role is Role.PREFILL
+        else (),
         kv_dtype=cache.dtype,
         boot=metrics.read_boot(text),
     )
@@ -172,7 +174,7 @@ def _vllm_connector(spec: EngineSpec) -> Connector | None:
     return spec.connector or (Connector.NIXL if spec.bootstrap is None else Connector.MOONCAKE)
 
 
-async def _transfer_ids(client: EngineClient, spec: EngineSpec, version: str) -> tuple[tuple[int, str], ...]:
+async def _transfer_ids(client: EngineClient, spec: EngineSpec, version: str, ranks: tuple[int, ...]) -> tuple[tuple[int, str], ...]:
     if spec.bootstrap is None:
         raise EngineNotReady(
             f"vLLM {version} prefills for Mooncake and does not say where its bootstrap server is: give bootstrap=http://HOST:PORT"
@@ -181,9 +183,12 @@ async def _transfer_ids(client: EngineClient, spec: EngineSpec, version: str) ->
         told = await client.elsewhere(spec.bootstrap).ask(vllm.TRANSFER_IDS)
         if not told.ok:
             raise told.refusal()
-        return tuple(sorted(engine_ids(told.body).items()))
+        ids = engine_ids(told.body)
     except (EngineUnreachable, EngineTimeout, EngineAnswered, BadHandshake) as error:
         raise EngineNotReady(f"its bootstrap server {spec.bootstrap}: {error}") from error
+    if unknown := [rank for rank in ranks if rank not in ids]:
+        raise EngineNotReady(f"its bootstrap server {spec.bootstrap} does not know rank {unknown[0]} yet")
+    return tuple(sorted(ids.items()))
 
 
 async def _sglang(client: EngineClient, spec: EngineSpec, server: sglang.ServerInfo) -> EngineInfo:
