@@ -240,6 +240,11 @@ class Chooser:
         ]
         return min(cooling, default=None)
 
+    def stays(self, choice: Choice) -> bool:
+        """Whether the engines chosen are still there: nothing is learned of those that have left, since nobody would forget it."""
+        here = self._fleet.members.get(choice.member.info.id) is choice.member
+        return here and (choice.prefill is None or self.stays(choice.prefill))
+
     def serves(self, model: str) -> bool:
         """Whether there is an engine that serves the model."""
         return bool(self._fleet.of_model(model))
@@ -250,12 +255,15 @@ class Chooser:
         others = self._load.own(choice.endpoint).requests - 1
         choice.member.refused(now, cool_down_s, max(0, others))
 
-    def first_token(self, choice: Choice, reservation: Reservation, sent_at: float) -> None:
-        """The prompt has been computed: it is in the endpoint's cache now, and events should say so."""
+    def first_token(self, choice: Choice, reservation: Reservation, sent_at: float, *, streamed: bool = True) -> None:
+        """The prompt has been computed: it is in the endpoint's cache now, and events should say so.
+
+        Not `streamed`, the answer came whole: that says nothing of how long the prompt took.
+        """
         now = self._clock()
         reservation.first_token()
         split = choice.split
-        if split is not None and not split.remote and split.facts is not None:
+        if streamed and split is not None and not split.remote and split.facts is not None and self.stays(choice):
             self.pairing.computed(choice.endpoint, split.facts.queued_at_decode + split.facts.new_at_decode, now - sent_at, now)
         if choice.keys and not choice.member.only_paired:  # which caches no prefixes
             self._caches.sent(choice.endpoint, choice.keys, now)
@@ -274,7 +282,8 @@ class Chooser:
         most = (prompt_tokens - 1) // size  # the last token is always computed
         blocks, predicted = min(usage.cached_tokens // size, most), min(_cached(overlap), most)
         by_events = chosen.signal.believed and not overlap.predicted
-        self._calibration.compare(choice.endpoint, by_events=by_events, predicted=predicted * size, reported=usage.cached_tokens)
+        if self.stays(choice):
+            self._calibration.compare(choice.endpoint, by_events=by_events, predicted=predicted * size, reported=usage.cached_tokens)
         if choice.trail is not None and not predicted <= blocks <= max(predicted, overlap.in_flight):
             self._caches.found(choice.endpoint, choice.keys, choice.trail, blocks if blocks < most else len(choice.keys))
         known = max(choice.indexed, overlap.in_flight) if by_events else choice.indexed

@@ -13,7 +13,7 @@ from router.routes import PromptForm, Route
 
 SPLIT_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/generate"})
 _FALSE: Final = frozenset({b"null", b"false"})
-_MANY_OPENINGS: Final = (b'["', b"[[", b"[{")
+_MANY_OPENINGS: Final = (b'"', b"[", b"{")
 
 
 def undivided(route: Route, fields: Mapping[str, Raw]) -> Why | None:
@@ -23,7 +23,7 @@ def undivided(route: Route, fields: Mapping[str, Raw]) -> Why | None:
     if any(_number(fields.get(name)) > 1 for name in ("n", "best_of")) or _says(fields.get("use_beam_search")):
         return Why.SEQUENCES
     prompts = [fields[name] for name in ("prompt", "text", "input_ids") if name in fields]
-    if any(bytes(prompt[:64]).replace(b" ", b"").startswith(_MANY_OPENINGS) for prompt in map(bytes, prompts)):
+    if any(map(_many, prompts)) or _says(fields.get("prompt_embeds")):
         return Why.SEQUENCES
     if _says(fields.get("echo")) or _says(fields.get("prompt_logprobs")):
         return Why.PROMPT_ASKED
@@ -35,6 +35,12 @@ def _object(raw: Raw) -> dict[str, Raw]:
         return msgspec.json.decode(raw, type=dict[str, Raw])
     except msgspec.DecodeError:
         return {}
+
+
+def _many(prompt: Raw) -> bool:
+    """Whether it is a list of prompts, be it of one; a list of numbers is one prompt."""
+    opened = memoryview(prompt)
+    return opened[:1] == b"[" and bytes(opened[1:]).lstrip()[:1].startswith(_MANY_OPENINGS)
 
 
 def _number(raw: Raw | None) -> int:

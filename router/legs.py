@@ -37,8 +37,10 @@ class PrefillLeg(Relay):
         self._ended: Callable[[], None] = _nothing
 
     def when_over(self, ended: Callable[[], None]) -> None:
-        """`ended` is called when the answer is whole, or never will be."""
+        """`ended` is called when the answer is whole, or never will be; at once where that is so already."""
         self._ended = ended
+        if self.over:
+            ended()
 
     @property
     def failed(self) -> bool:

@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 LEASE_USED: Final = 2 / 3
 """A handshake is not used behind so much of its lease: past the end, wrong tokens wait, and decode has to look at it first."""
 
+MORE_THAN_IDS: Final = ("truncate_prompt_tokens", "suffix", "image_data", "video_data", "audio_data", "input_embeds", "features")
+"""Fields with which an engine computes something else than the prompt's ids."""
+
 log = logging.getLogger(__name__)
+_SAY_NOTHING: Final = frozenset({b"", b"null", b"false", b'""', b"[]"})
 _random = random.SystemRandom()
 
 
@@ -110,6 +114,7 @@ class _Legs:
         self._timer: asyncio.TimerHandle | None = None
         self._at_once = False
         self._ids = _certain_ids(place.choice, sender.prompts)
+        self._streams = bytes(place.choice.asked.fields().get("stream", b"")) == b"true"
         self._began = self._decode_began = sender.clock()
 
     @property
@@ -147,6 +152,7 @@ class _Legs:
             self._sender.metrics.stranded()
             return self._setback(self._choice, error)
         if self._sender.clock() - computed_at > LEASE_USED * self._sender.lease_s:
+            connection.abandon()
             self._sender.metrics.stranded()
             return self._transfer_failed("the handshake grew too old before the decode engine could be reached")
         self._ask_decode(connection, body, told)
@@ -225,12 +231,13 @@ class _Legs:
         if reservation is not None:
             self._sender.chooser.first_token(self._prefill, reservation, self._began)
             reservation.release()
-        if not self._at_once:
+        if not self._at_once and self._sender.chooser.stays(self._choice):
             self._sender.chooser.pairing.prefilled(self._pair, facts.queued_at_prefill + facts.new_at_prefill, now - self._began, now)
         return now
 
     def _expect_a_token(self) -> None:
-        if self._proof.proven or self._timer is not None:
+        """Of a stream. Nothing is seen of another answer before it is whole, however long that takes, so nothing can be expected of it."""
+        if self._proof.proven or self._timer is not None or not self._streams:
             return
         timeout_s = self._sender.transfer_timeout_s
         why = f"no token came within {timeout_s:g} s of the prompt's being computed (kv_transfer_timeout_s)"
@@ -240,7 +247,9 @@ class _Legs:
         """The KV cache has arrived. Where both legs went out at once, the transfer overlaps the prefill and is timed with it."""
         now, pairing, facts = self._sender.clock(), self._sender.chooser.pairing, self._facts
         seconds = now - self._decode_began
-        if self._at_once:
+        if not self._sender.chooser.stays(self._choice):
+            pass
+        elif self._at_once:
             pairing.prefilled(self._pair, facts.queued_at_prefill + facts.new_at_prefill, now - self._began, now)
             pairing.transferred(self._pair, facts.carried, 0.0, now)
         elif (slow := pairing.transferred(self._pair, facts.carried, seconds, now)) is not None:
@@ -258,13 +267,16 @@ class _Legs:
     def _outcome(self) -> Setback | None:
         if self._proof.failure is not None:
             return self._transfer_failed(str(self._proof.failure))
+        if self._relay.error is not None and self._relay.head_seen is None:
+            return self._setback(self._choice, self._relay.error)
         if self._relay.accepted:
             self._sender.metrics.transferred(self._facts.carried)
         return None
 
     def _transfer_failed(self, why: str) -> Setback:
         self._sender.metrics.transfer_failed()
-        self._sender.chooser.pairing.failed(self._pair, self._sender.clock())
+        if self._sender.chooser.stays(self._choice):
+            self._sender.chooser.pairing.failed(self._pair, self._sender.clock())
         return self._setback(self._prefill, TransferFailed(f"from {self._prefill.endpoint} to {self._choice.endpoint}: {why}"))
 
     def _setback(self, choice: Choice, error: EngineError) -> Setback:
@@ -279,7 +291,7 @@ def _certain_ids(choice: Choice, prompts: PromptBook) -> Raw | None:
     """The prompt's ids, where they are certainly those that the engine would make of it."""
     asked, info = choice.asked, choice.member.info
     tokens, status = asked.tokens.get(info.id), prompts.status(info.id)
-    if tokens is None:
+    if tokens is None or any(bytes(asked.fields().get(name, b"")) not in _SAY_NOTHING for name in MORE_THAN_IDS):
         return None
     certain = judged(asked.route.form, info, tokens, checked=status is not None and status.checked) is Outcome.FORWARDED
     return Raw(msgspec.json.encode(tokens.ids)) if certain or asked.ids_barrier is Outcome.GIVEN else None

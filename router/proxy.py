@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from discovery.logs import event
 from engines import vllm
 from engines.errors import EngineBroken, EngineClosed, EngineConnectTimeout, EngineError, EngineTimeout, EngineUnreachable
@@ -208,7 +210,7 @@ class Proxy:
 
         def first_token() -> None:
             trip.first_token_at = trip.first_token_at or self._clock()
-            self._chooser.first_token(choice, place.reservation, sent_at)
+            self._chooser.first_token(choice, place.reservation, sent_at, streamed=relay.streamed)
 
         trip.tries += 1
         explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []
@@ -219,7 +221,7 @@ class Proxy:
         else:
             setback, reused = await self._send_to_one(exchange, trip, choice, body, repeats)
         if setback is not None:
-            return setback
+            return msgspec.structs.replace(setback, attempt=msgspec.structs.replace(setback.attempt, again=again))
         if relay.head_seen is not None and not relay.accepted:  # a refusal is one even if its body breaks off
             refused = Attempt(Answered(relay.head_seen.status, relay.head_seen.retry_after_s), repeats=repeats)
             return Setback(choice, refused, relay)

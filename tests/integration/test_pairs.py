@@ -223,6 +223,7 @@ async def test_P3_nothing_reaches_a_decode_engine_of_sglang_that_no_prefill_engi
         ("/v1/completions", {"prompt": IDS, "use_beam_search": True}, "local several_sequences"),
         ("/v1/completions", {"prompt": [IDS, IDS]}, "local several_sequences"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "local untokenized"),
+        ("/v1/completions", {"prompt": IDS, "prompt_embeds": "AA=="}, "local several_sequences"),
         ("/v1/completions", {"prompt": IDS, "echo": True}, "local prompt_in_answer"),
         ("/v1/completions", {"prompt": IDS, "prompt_logprobs": 0}, "local prompt_in_answer"),
         ("/v1/completions", {"prompt": "text, and nobody has a tokenizer"}, "local untokenized"),
@@ -245,6 +246,22 @@ async def test_P8_every_route_is_two_legs_or_a_counted_reason_why_not(path: str,
         )
         assert (len(first), len(second)) == (int(why.startswith("remote")), 1)
         assert ("kv_transfer_params" in told(second[0])) == why.startswith("remote")
+
+
+async def test_P8_several_prompts_are_seen_however_the_body_is_laid_out() -> None:
+    """Of a list taken for one prompt, all but the first would be lost."""
+    async with pair() as (there, here, router):
+        body = b'{"model": "sim", "prompt": [%b[400, 401], [402]]}' % (b"\n" + b" " * 80)
+        assert (await router.post("/v1/completions", body)).status == 200
+        assert await where(router) == Counter({"local several_sequences": 1})
+        assert (there.requests, told(here.requests[0])["prompt"]) == ([], [[400, 401], [402]])
+
+
+async def test_P8_a_form_where_json_belongs_is_the_clients_mistake() -> None:
+    async with pair(kind=EngineKind.SGLANG) as (there, here, router):
+        form = b'--x\r\ncontent-disposition: form-data; name="model"\r\n\r\nsim\r\n--x--\r\n'
+        answer = await router.post("/v1/chat/completions", form, {"content-type": "multipart/form-data; boundary=x"})
+        assert (answer.status, there.requests, here.requests) == (400, [], [])
 
 
 async def test_P8_a_body_that_is_not_json_goes_to_the_decode_engine() -> None:
@@ -327,6 +344,42 @@ async def test_a_transfer_that_never_comes_ends_in_time() -> None:
     async with pair(PREFILLED, here, kv_transfer_timeout_s=0.2) as (_, decode, router):
         assert (await ask(router)).body == token(1) + token(2) + DONE
         assert decode.left == 1
+
+
+@pytest.mark.parametrize("kind", EngineKind)
+async def test_an_answer_that_comes_whole_may_take_longer_than_a_first_token(kind: EngineKind) -> None:
+    """Nothing of it comes before it is generated, so nothing can be expected by then."""
+    generated = asyncio.Event()
+
+    async def here(_: Request, writer: asyncio.StreamWriter) -> None:
+        await generated.wait()
+        writer.write(whole(b'{"id":"x","choices":[]}'))
+
+    async with pair(PREFILLED, here, kind=kind, kv_transfer_timeout_s=0.05) as (_, decode, router), asyncio.TaskGroup() as group:
+        answer = group.create_task(router.complete(IDS))
+        await until(lambda: decode.answering, what="decode has been asked")
+        started = asyncio.get_running_loop().time()
+        await until(lambda: asyncio.get_running_loop().time() > started + 0.3, what="a token of a stream would be overdue")
+        generated.set()
+        assert (await answer).status == 200
+        assert len(decode.requests) == 1
+        assert await router.metric("router_kv_transfers_total", outcome="failed") == 0
+
+
+@pytest.mark.parametrize("kind", EngineKind)
+async def test_a_kept_connection_that_decode_has_just_closed_costs_nothing(kind: EngineKind) -> None:
+    used: set[asyncio.StreamWriter] = set()
+
+    async def here(asked: Request, writer: asyncio.StreamWriter) -> None:
+        if writer in used:
+            raise Close
+        used.add(writer)
+        await DECODED(asked, writer)
+
+    async with pair(PREFILLED, here, kind=kind) as (_, decode, router):
+        assert [(await ask(router)).status for _ in range(4)] == [200] * 4
+        assert len(decode.requests) > 4, "a connection was kept"
+        assert await router.serving() == 2
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from engines.simulator.settings import Connector, LoadFailurePolicy
 from engines.types import Connector as Way
 from engines.types import EngineKind, EngineSpec, Role
 from router.disagg import Mode
+from tests.integration.test_admin import TOKEN, Operator
 from tests.raw import port_of, request, talking
-from tests.rig import Router, prompt, routing, settings_of
+from tests.rig import Router, asked, prompt, routing, settings_of
 from tests.waiting import until
 
 WAYS = ["nixl", "mooncake", "rooms"]
@@ -83,6 +84,18 @@ async def test_the_answer_is_that_of_one_engine(way: str, stream: bool, api: str
             assert answers[1].headers["x-commutator-prefill-engine"] == there.url
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("more", [{"truncate_prompt_tokens": 9}, {"suffix": "the end"}], ids=str)
+async def test_P13_a_prompt_that_is_more_than_its_ids_goes_to_both_as_it_was_asked(way: str, more: dict[str, object]) -> None:
+    """Decode would shorten the ids by itself, and be handed the cache of others."""
+    async with pair(way) as (there, here, router):
+        text = prompt(f"more {way}", 30)
+        await router.complete(text, **more)
+        bodies = [json.loads(request.body) for one in (there, here) for request in asked(one, "/v1/completions")]
+        assert [body["prompt"] for body in bodies] == [text] * 2
+        assert all(more.items() <= body.items() for body in bodies)
+
+
 def events_of(body: bytes, *, stream: bool) -> list[Any]:
     if not stream:
         return [json.loads(body)]
@@ -109,6 +122,19 @@ async def test_a_prefill_engine_that_dies_costs_no_request_where_decode_can_comp
         answers = [await router.chat(prompt(f"after {number}")) for number in range(5)]
         statuses = {answer.status for answer in answers}
         assert statuses <= ({502, 503} if way == "rooms" else {200}), [answer.body for answer in answers]
+
+
+async def test_nothing_is_learned_of_a_pair_that_has_left() -> None:
+    """Nobody would forget it: a series of /metrics for ever, for each engine that leaves while it is busy."""
+    slow = {"speedup": 1, "prefill_tokens_per_s": 500.0}
+    async with pair("nixl", at_prefill=slow, admin_token=TOKEN) as (there, here, router), asyncio.TaskGroup() as group:
+        operator = Operator(router)
+        answer = group.create_task(router.chat(prompt("leaving", 50), stream=True))
+        await until(lambda: there.running, what="the prompt is being computed")
+        assert [(await operator.engine(one.url, method="DELETE", query="?now=1")).status for one in (there, here)] == [200, 200]
+        assert (await answer).headers["x-commutator-prefill-engine"] == there.url
+        page = (await router.get("/metrics")).body.decode().splitlines()
+        assert [line for line in page if there.url in line or here.url in line] == []
 
 
 async def test_an_sglang_decode_engine_is_not_asked_for_what_hangs_it() -> None:

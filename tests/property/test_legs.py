@@ -9,8 +9,9 @@ from typing import cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.errors import EngineBroken, EngineError
-from router.legs import Proof
+from engines.errors import EngineBroken, EngineClosed, EngineError
+from router.exchange import Exchange
+from router.legs import PrefillLeg, Proof
 from router.relay import Relay
 from router.upstream import ResponseHead
 from tests.raw_engine import DONE, token
@@ -134,3 +135,11 @@ def test_what_comes_too_late_changes_nothing() -> None:
     late.body(token(1))
     late.fail("too late")
     assert late.failure is None
+
+
+def test_who_asks_too_late_for_the_end_of_a_prefill_is_told_at_once() -> None:
+    """The connection may have been lost between its being made and its being used."""
+    leg, ends = PrefillLeg(cast("Exchange", None)), []
+    leg.finished(EngineClosed("the connection was already closed"))
+    leg.when_over(lambda: ends.append(leg.failed))
+    assert ends == [True]
