@@ -39,8 +39,8 @@ def _object(raw: Raw) -> dict[str, Raw]:
 
 def _many(prompt: Raw) -> bool:
     """Whether it is a list of prompts, be it of one; a list of numbers is one prompt."""
-    opened = memoryview(prompt)
-    return opened[:1] == b"[" and bytes(opened[1:]).lstrip()[:1].startswith(_MANY_OPENINGS)
+    text = bytes(prompt)
+    return text.startswith(b"[") and text[1:].lstrip().startswith(_MANY_OPENINGS)
 
 
 def _number(raw: Raw | None) -> int:

@@ -274,6 +274,7 @@ class _Legs:
         return None
 
     def _transfer_failed(self, why: str) -> Setback:
+        event(log, logging.WARNING, "KV transfer failed", prefill=str(self._pair[0]), decode=str(self._pair[1]), reason=why)
         self._sender.metrics.transfer_failed()
         if self._sender.chooser.stays(self._choice):
             self._sender.chooser.pairing.failed(self._pair, self._sender.clock())

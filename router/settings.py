@@ -187,7 +187,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "fallback"
     kv_transfer_timeout_s: Annotated[
-        Seconds, Meta(description="Time from a prompt's being computed to the first token on the decode engine.")
+        Seconds, Meta(description="Time from a prompt's being computed to a stream's first token on the decode engine.")
     ] = 60.0
     kv_lease_s: Annotated[
         Seconds,

@@ -17,7 +17,12 @@ class NoCandidate(Exception):
 
     def __init__(self, model: str, rejected: Sequence[tuple[Endpoint, Rejection]]) -> None:
         alone = any(why is Rejection.NO_PARTNER for _, why in rejected)
-        more = ": there are decode engines, and no usable prefill engine of their group to compute its prompt" if alone else ""
+        more = ""
+        if alone:
+            more = (
+                ": there are decode engines, and either no usable prefill engine of their group to compute its prompt, or it is one that two "
+                "engines cannot share (several prompts or sequences, or its prompt in the answer)"
+            )
         super().__init__(f"no endpoint can take a request for model {model!r}{more}")
         self.model = model
         self.rejected = tuple(rejected)

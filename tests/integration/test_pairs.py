@@ -391,11 +391,15 @@ async def test_a_kept_connection_that_decode_has_just_closed_costs_nothing(kind:
     ],
     ids=["none", "malformed", "nothing to pull"],
 )
-async def test_a_handshake_that_could_end_the_decode_server_never_reaches_it(offer: dict[str, object]) -> None:
+async def test_a_handshake_that_could_end_the_decode_server_never_reaches_it(
+    offer: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
     async with pair(answering(whole(msgspec.json.encode({"choices": []} | offer)))) as (there, here, router):
         assert (await ask(router)).status == 200
         assert len(there.requests) == 1
         assert ["kv_transfer_params" in told(request) for request in here.requests] == [False]
+        said = [getattr(record, "fields", {}) for record in caplog.records if record.getMessage() == "KV transfer failed"]
+        assert [(one["prefill"], "kv_transfer_params" in one["reason"]) for one in said] == [(f"{there.url}#0", True)]
 
 
 async def test_a_handshake_whose_lease_may_be_over_is_not_used() -> None:

@@ -86,7 +86,7 @@ async def test_the_answer_is_that_of_one_engine(way: str, stream: bool, api: str
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("more", [{"truncate_prompt_tokens": 9}, {"suffix": "the end"}], ids=str)
-async def test_P13_a_prompt_that_is_more_than_its_ids_goes_to_both_as_it_was_asked(way: str, more: dict[str, object]) -> None:
+async def test_P13_a_prompt_that_is_more_than_its_ids_goes_to_both_as_it_was_asked(way: str, more: dict[str, Any]) -> None:
     """Decode would shorten the ids by itself, and be handed the cache of others."""
     async with pair(way) as (there, here, router):
         text = prompt(f"more {way}", 30)
