@@ -189,6 +189,8 @@ class _Legs:
         for connection, sink in self._open:
             if not sink.over:
                 connection.abandon()
+        self._open.clear()
+        del self._leg, self._proof  # they call back to this: without these cycles, the request is freed at once
 
     # inside
 

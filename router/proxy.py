@@ -210,7 +210,7 @@ class Proxy:
 
         def first_token() -> None:
             trip.first_token_at = trip.first_token_at or self._clock()
-            self._chooser.first_token(choice, place.reservation, sent_at, streamed=relay.streamed)
+            self._chooser.first_token(choice, place.reservation, sent_at, streamed=trip.relay is not None and trip.relay.streamed)
 
         trip.tries += 1
         explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []

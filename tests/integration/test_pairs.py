@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import pytest
 
 from engines.types import EngineKind, EngineSpec, Role
 from router.disagg import Mode
+from router.pairing import Pairing
 from tests.raw import Request, port_of, request, talking
 from tests.raw_engine import DONE, NIXL_OFFER, SSE, Close, Hang, RawEngine, Script, answering, chunk, never, streaming, token, whole
 from tests.rig import Answer, Router, routing
@@ -364,6 +366,35 @@ async def test_an_answer_that_comes_whole_may_take_longer_than_a_first_token(kin
         assert (await answer).status == 200
         assert len(decode.requests) == 1
         assert await router.metric("router_kv_transfers_total", outcome="failed") == 0
+
+
+async def test_only_streams_tell_how_long_a_prompt_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(Pairing, "computed", lambda _, decode, *__: seen.append(decode.engine))
+
+    async def here(asked: Request, writer: asyncio.StreamWriter) -> None:
+        await (DECODED if told(asked).get("stream") else PREFILLED)(asked, writer)
+
+    async with pair(decode=here, disagg=Mode.NEVER) as (_, decode, router):
+        assert (await router.complete(IDS)).status == 200
+        assert seen == []
+        assert (await ask(router)).status == 200
+        assert seen == [decode.url]
+
+
+@pytest.mark.parametrize("kind", EngineKind)
+async def test_M2_a_request_that_two_engines_served_is_freed_at_once(kind: EngineKind) -> None:
+    def left() -> set[str]:
+        return {type(thing).__name__ for thing in gc.get_objects()} & {"_Legs", "Proof", "PrefillLeg", "Asked", "Trip", "Exchange", "Place"}
+
+    async with pair(kind=kind) as (_, _, router):
+        gc.collect()
+        gc.disable()
+        try:
+            assert (await ask(router)).status == 200
+            await until(lambda: not left(), what="nothing is left of it", deadline_s=5)
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("kind", EngineKind)
