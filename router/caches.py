@@ -186,9 +186,14 @@ class Caches:
         """Blocks that were not taken in because a tier was full. Runtime complexity: O(1)."""
         return sum(tier.refused for tier in self._tiers)
 
+    @property
+    def indexed(self) -> int:
+        """Entries in the tables that events fill, those not swept yet included. Runtime complexity: O(1)."""
+        return sum(map(len, self._tiers))
+
     def __len__(self) -> int:
         """Entries in all tables, those not swept yet included. Runtime complexity: O(1)."""
-        return sum(map(len, self._tiers)) + len(self._predicted)
+        return self.indexed + len(self._predicted)
 
     def memory_bytes(self) -> int:
         """About how much memory all tables take. Runtime complexity: O(endpoints)."""

@@ -70,7 +70,7 @@ class Readings:
         yield from self._events()
         yield from self._admission()
         yield from self._pairs()
-        yield "router_index_blocks", "Entries in all prefix tables.", (), [((), len(self._caches))]
+        yield "router_index_blocks", "Entries in the prefix tables that KV events fill.", (), [((), self._caches.indexed)]
         yield "router_index_bytes", "Memory of all prefix tables, estimated.", (), [((), self._caches.memory_bytes())]
         yield "router_index_refused_total", "Blocks not taken in because a table was full.", (), [((), self._caches.refused)]
         yield "router_connections", "Client connections open.", (), [((), len(self._server.connections))]
