@@ -152,7 +152,7 @@ class Answers:
         except openai.BadBody as error:
             exchange.error(error.status, str(error))
         except NoCandidate as error:
-            exchange.error(503, str(error))
+            exchange.error(501 if error.never else 503, str(error))
         except PolicyError as error:
             exchange.error(500, str(error), "policy_error")
         else:

@@ -305,7 +305,7 @@ class Chooser:
         kept = []
         for one in able:
             if self._needs_partner(one[0], asked) and not self._partners(one[0], one[1], asked, tried, now):
-                rejected.append((one[1], Rejection.NO_PARTNER))
+                rejected.append((one[1], Rejection.NO_PARTNER if _undivided(asked, one[0]) is None else Rejection.INDIVISIBLE))
             else:
                 kept.append(one)
         return kept, rejected

@@ -331,7 +331,7 @@ class Proxy:
         elif tries.verdict is not None:
             exchange.error(tries.verdict.status, trip.failure, tries.verdict.code)
         else:
-            exchange.error(503, trip.failure, "no_engine")
+            exchange.error(501 if nowhere.never else 503, trip.failure, "no_engine")
 
     def _conclude(self, exchange: Exchange, trip: Trip) -> None:
         """Count and log; a client that left is 499."""

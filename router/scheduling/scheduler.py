@@ -16,16 +16,20 @@ class NoCandidate(Exception):
     """No endpoint is left to choose from; `rejected` says what was wrong with each of those there are."""
 
     def __init__(self, model: str, rejected: Sequence[tuple[Endpoint, Rejection]]) -> None:
-        alone = any(why is Rejection.NO_PARTNER for _, why in rejected)
-        more = ""
-        if alone:
-            more = (
-                ": there are decode engines, and either no usable prefill engine of their group to compute its prompt, or it is one that two "
-                "engines cannot share (several prompts or sequences, or its prompt in the answer)"
-            )
-        super().__init__(f"no endpoint can take a request for model {model!r}{more}")
+        reasons = {why for _, why in rejected}
         self.model = model
         self.rejected = tuple(rejected)
+        self.never = reasons == {Rejection.INDIVISIBLE}
+        """Waiting would not help: it is the request that no engine of this model can take."""
+        more = next((words for why, words in _IN_WORDS.items() if why in reasons), "")
+        super().__init__(f"no endpoint can take a request for model {model!r}{more}")
+
+
+_IN_WORDS = {
+    Rejection.NO_PARTNER: ": there are decode engines, and no usable prefill engine of their group to compute its prompt",
+    Rejection.INDIVISIBLE: ": its engines share each request with a prefill engine, and this one cannot be shared: it asks for several prompts or "
+    "sequences, or for its prompt in the answer, or its path is none that is shared",
+}
 
 
 class PolicyError(Exception):

@@ -91,6 +91,8 @@ class Rejection(enum.StrEnum):
     """It has as many requests of ours in flight as it may have."""
     NO_PARTNER = "no_prefill_engine"
     """It goes on from prompts computed elsewhere, and no engine can compute this one for it."""
+    INDIVISIBLE = "cannot_be_shared"
+    """It only goes on from prompts computed elsewhere, and this is no request that two engines can share."""
 
 
 class Reason(enum.StrEnum):
