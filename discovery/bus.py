@@ -450,9 +450,8 @@ class Bus:
             case ConnectionRefusedError():
                 return said
             case ConnectionError() | errors.UnexpectedEOF():
-                return f"{said}; it was there and hung up, as NATS does to wrong credentials (Authorization) or a missing certificate: " + (
-                    _ADVICE.format(shows=shows) if shows else _NOTHING_SHOWN
-                )
+                why = "as NATS does to wrong credentials (Authorization) or a missing certificate (nats_cert and nats_key)"
+                return f"{said}; it was there and hung up, {why}: {_ADVICE.format(shows=shows) if shows else _NOTHING_SHOWN}"
             case _:
                 return said
 

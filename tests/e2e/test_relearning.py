@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,12 @@ async def test_a_prefix_used_once_is_in_the_index_again_and_its_repeat_is_a_hit(
         for number in range(AGREEMENTS):
             await router.ask(texts[number % 2])
         await becomes(router, "live")
-        lines = [line for line in router.logged(endpoint=f"{engine.url}#0") if "signal" in line]
+
+        def told() -> list[dict[str, Any]]:
+            return [line for line in router.logged(endpoint=f"{engine.url}#0") if "signal" in line]
+
+        await until(lambda: len(told()) == 2, what="the log, which is written a little later, has both")
+        lines = told()
         assert [line["signal"] for line in lines] == ["partial", "live"]
         assert "could not be replayed" in lines[0]["reason"]
 

@@ -27,6 +27,7 @@ from tests.bench import report
 from tests.bench.contenders import peer
 from tests.bench.index.chain import Found, Size
 from tests.bench.index.child import child
+from tests.bench.index.workload import Workload
 from tests.bench.processes import BenchError
 
 PARTS = ("memory", "tables", "bus", "direct")
@@ -110,6 +111,7 @@ async def _measured(options: argparse.Namespace) -> dict[str, list[Pair]]:
     found: dict[str, list[Pair]] = {}
     places = options.engines, options.blocks
     rounds, prompts = (2, 100) if options.quick else (5, 1000)
+    rounds = min(rounds, Workload(1, options.blocks).chains)  # each has something to store
     async with (
         child(sys.executable, TABLE, "ours", *places) as ours,
         child(peer("dynamo") / "bin/python", TABLE, "dynamo", *places) as theirs,
