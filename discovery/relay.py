@@ -70,7 +70,7 @@ class _Followed:
         self.requests = requests
         self.counts = SubscriberCounts()
         self.task: asyncio.Task[None] | None = None
-        self.brought = (0, 0)
+        self.brought = (0, 0, 0)
         """What has come of it so far, and when that was last more than before: for as long as it is not complete."""
         self.brought_at = 0.0
 
@@ -231,7 +231,7 @@ class Relay:
         while True:
             now = time.monotonic()
             for followed in self._followed.values():
-                brought = (followed.counts.connects, followed.feed.batches)
+                brought = (followed.counts.connects, followed.counts.replays, followed.feed.batches)
                 if followed.task is None or followed.feed.complete:
                     continue
                 if brought != followed.brought:

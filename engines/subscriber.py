@@ -42,6 +42,8 @@ _LONGEST_WAIT_S = 60.0
 """Between two questions to a replay that does not answer."""
 _LONGEST_MEND_S = 2.0
 """Between two questions whether it has everything after all."""
+_QUESTIONS = 3
+"""To a replay that does not answer, before live messages are listened to without it."""
 
 
 class FollowTimes(msgspec.Struct, frozen=True):
@@ -123,6 +125,8 @@ class KvSubscriber:
         self._mend_at: float | None = None
         """When the replay is to be asked for what was lost; None: nothing is missing that it could have."""
         self._tracker = SequenceTracker()
+        self._told = False
+        """Whether it has been said on this connection that we have caught up."""
 
     async def run(self) -> None:
         """Never returns; cancellation closes every socket."""
@@ -159,8 +163,21 @@ class KvSubscriber:
                 self._restart("reconnected, and no replay socket to tell whether it is the same process")
             elif not await self._is_same_life(self._source.replay):
                 self._restart("reconnected, and the replay does not know the latest batch")
-        await self._catch_up()
-        self._sink.caught_up()
+        self._told = False
+        for _ in range(_QUESTIONS):
+            if await self._catch_up():
+                self._tell_if_known(answered=True)
+                return
+        self._tell_if_known(answered=False)
+
+    def _tell_if_known(self, *, answered: bool) -> None:
+        """Say that we have caught up, once on each connection: when the replay has said so, or what came since shows what there was before.
+
+        An engine too busy to answer may hold anything: to take its silence for an empty cache would be to forget what others know of it.
+        """
+        if not self._told and (answered or self._tracker.expected):
+            self._told = True
+            self._sink.caught_up()
 
     async def _is_same_life(self, endpoint: str) -> bool:
         last = self._tracker.last
@@ -193,8 +210,10 @@ class KvSubscriber:
                 await self._check_life()
             elif not happened and not asked:
                 asked = await self._catch_up()
+                self._tell_if_known(answered=asked)
                 wait_s = self._quiet_s if asked else min(2 * wait_s, max(self._quiet_s, _LONGEST_WAIT_S))
             await self._work_off(line, subscription)
+            self._tell_if_known(answered=False)
             if self._mend_at is not None and line.now >= self._mend_at:
                 await self._mend()
 

@@ -576,15 +576,16 @@ async def test_R34_it_has_caught_up_only_when_the_replay_has_ended(publisher: Pu
         assert sink.out_of_reach == []
 
 
-async def test_a_replay_that_does_not_answer_holds_nobody_up_for_long_and_is_asked_again(publisher: Publisher) -> None:
+async def test_a_replay_that_does_not_answer_is_not_taken_for_an_empty_one_and_is_asked_again(publisher: Publisher) -> None:
     await publisher.publish(batch(0))
     publisher.mute = True
     counts = SubscriberCounts()
     async with following(publisher, silence_s=0.1, quiet_s=0.1, counts=counts) as sink:
-        await until(lambda: sink.caught_up_after == [1])
-        await until(lambda: len(publisher.asked) >= 3, what="it to be asked again, though nothing happens")
+        await until(lambda: len(publisher.asked) >= 5, what="it to be asked again, though nothing happens")
+        assert (sink.told, sink.caught_up_after) == (["joined"], [])
         publisher.mute = False
         await eventually(sink, "joined", 0)
+        await until(lambda: sink.caught_up_after == [2])
         await until(lambda: counts.replayed == 1)
         assert counts.unanswered >= 2
         assert counts.replays > counts.unanswered
@@ -593,6 +594,16 @@ async def test_a_replay_that_does_not_answer_holds_nobody_up_for_long_and_is_ask
         await publisher.publish(batch(1))
         await until(lambda: len(publisher.asked) > asked, what="one question after each silence")
         assert publisher.asked[-1] == 2
+
+
+async def test_what_comes_says_what_was_before_where_the_replay_never_answers(publisher: Publisher) -> None:
+    await publisher.publish(batch(0))
+    publisher.mute = True
+    async with following(publisher, silence_s=0.1, quiet_s=0.1) as sink:
+        await until(lambda: publisher.asked)
+        await publisher.publish(batch(1))
+        await until(lambda: sink.caught_up_after)
+        assert sink.told == ["joined", ("lost", 0, 0), 1]
 
 
 async def test_a_publisher_that_cannot_be_reached_is_told(publisher: Publisher) -> None:
