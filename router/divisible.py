@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Final
 
 import msgspec
-from msgspec import Raw
+from msgspec import UNSET, Raw
 
 from router.disagg import Why
 from router.routes import PromptForm, Route
+from router.token_ids import absent
 
 SPLIT_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/generate"})
-_FALSE: Final = frozenset({b"null", b"false"})
 _MANY_OPENINGS: Final = (b'"', b"[", b"{")
 
 
@@ -20,12 +20,12 @@ def undivided(route: Route, fields: Mapping[str, Raw]) -> Why | None:
     """Why a request with this body, to one of `SPLIT_PATHS`, cannot be shared between two engines; None when it can."""
     if route.form is PromptForm.GENERATE and "sampling_params" in fields:
         fields = {**fields, **_object(fields["sampling_params"])}
-    if any(_number(fields.get(name)) > 1 for name in ("n", "best_of")) or _says(fields.get("use_beam_search")):
+    if any(_number(fields.get(name)) > 1 for name in ("n", "best_of")) or not absent(fields.get("use_beam_search", UNSET)):
         return Why.SEQUENCES
     prompts = [fields[name] for name in ("prompt", "text", "input_ids") if name in fields]
-    if any(map(_many, prompts)) or _says(fields.get("prompt_embeds")):
+    if any(map(_many, prompts)) or not absent(fields.get("prompt_embeds", UNSET)):
         return Why.SEQUENCES
-    if _says(fields.get("echo")) or _says(fields.get("prompt_logprobs")):
+    if not (absent(fields.get("echo", UNSET)) and absent(fields.get("prompt_logprobs", UNSET))):  # a 0 asks for the prompt's own
         return Why.PROMPT_ASKED
     return None
 
@@ -48,8 +48,3 @@ def _number(raw: Raw | None) -> int:
         return 0 if raw is None else msgspec.json.decode(raw, type=int)
     except msgspec.DecodeError:
         return 0
-
-
-def _says(raw: Raw | None) -> bool:
-    """Whether a field is there and asks for something; a 0 asks for the prompt's own log-probabilities."""
-    return raw is not None and bytes(raw) not in _FALSE

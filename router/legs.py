@@ -4,8 +4,8 @@
     decode  ──▶ Proof ──▶ Relay ──▶ client
                 └── holds back until a first token shows that the KV cache has arrived
 
-Both engines answer 200 to a stream at once, and tell in the stream that a transfer has failed. So nothing reaches the client before the
-first token: until then the request can still be saved.
+An engine may answer 200 to a stream before any of the cache has come, and tell in the stream that the transfer has failed. So nothing
+reaches the client before the first token: until then the request can still be saved.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ class Proof:
     def head(self, head: ResponseHead) -> None:
         """Hold a stream, and a failure of the engine; all else is proof, or says whose fault it is."""
         self._head = head
-        kind = (head.header(b"content-type") or b"")[:17].lower()
-        if not (head.status >= 500 and head.status != 503) and not (head.status == 200 and kind == b"text/event-stream"):
+        streams = head.status == 200 and (head.header(b"content-type") or b"")[:17].lower() == b"text/event-stream"
+        failed = head.status >= 500 and head.status != 503
+        if not streams and not failed:
             self._give()
 
     def body(self, data: bytes, *, last: bool = False) -> None:

@@ -21,7 +21,6 @@ from engines.errors import EngineClosed, EngineError, EngineUnreachable, Transfe
 from engines.handover import (
     PREFILL_PATH,
     BadHandshake,
-    Handshake,
     decode_leg,
     decode_leg_as_asked,
     handshake_for,
@@ -32,7 +31,7 @@ from engines.types import Connector
 from router.disagg import Facts
 from router.legs import PrefillLeg, Proof
 from router.retry import Answered, Attempt
-from router.token_ids import Outcome, judged
+from router.token_ids import Outcome, is_only_ids, judged
 
 if TYPE_CHECKING:
     from router.chooser import Choice, Chooser
@@ -46,11 +45,7 @@ if TYPE_CHECKING:
 LEASE_USED: Final = 2 / 3
 """A handshake is not used behind so much of its lease: past the end, wrong tokens wait, and decode has to look at it first."""
 
-MORE_THAN_IDS: Final = ("truncate_prompt_tokens", "suffix", "image_data", "video_data", "audio_data", "input_embeds", "features")
-"""Fields with which an engine computes something else than the prompt's ids."""
-
 log = logging.getLogger(__name__)
-_SAY_NOTHING: Final = frozenset({b"", b"null", b"false", b'""', b"[]"})
 _random = random.SystemRandom()
 
 
@@ -84,12 +79,9 @@ class PairSender(msgspec.Struct, frozen=True):
         if there is None or here is None:
             left = prefill if there is None else place.choice
             return Setback(left, Attempt(EngineUnreachable("the engine has just left"), repeats=repeats))
-        handshake = handshake_for(prefill.member.info, prefill.endpoint.rank, _random.getrandbits(128))
         legs = _Legs(self, place, relay, there, here, repeats)
         try:
-            if handshake.at_once and legs.too_long:
-                return await legs.refused(handshake)
-            return await (legs.at_once(handshake, body) if handshake.at_once else legs.in_turn(handshake, body))
+            return await legs.run(body)
         finally:
             legs.close()
 
@@ -112,30 +104,36 @@ class _Legs:
         self._proof = Proof(relay, self._first_token)
         self._open: list[tuple[EngineConnection, PrefillLeg | Proof]] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._at_once = False
+        self._handshake = handshake_for(self._prefill.member.info, self._prefill.endpoint.rank, _random.getrandbits(128))
         self._ids = _certain_ids(place.choice, sender.prompts)
         self._streams = bytes(place.choice.asked.fields().get("stream", b"")) == b"true"
         self._began = self._decode_began = sender.clock()
 
+    async def run(self, body: bytes) -> Setback | None:
+        """Both, in the order that the handshake asks for; see `PairSender.send`."""
+        if not self._handshake.at_once:
+            return await self._in_turn(body)
+        return await (self._refused() if self._too_long else self._both_at_once(body))
+
     @property
-    def too_long(self) -> bool:
+    def _too_long(self) -> bool:
         """Whether the prompt alone is more than the prefill engine takes."""
         longest = max((model.max_model_len or 0 for model in self._prefill.member.info.models), default=0)
         return 0 < longest < self._facts.prompt_tokens
 
-    async def refused(self, handshake: Handshake) -> Setback:
+    async def _refused(self) -> Setback:
         """Only the prefill engine is asked, since it will refuse: its words are the client's answer, and decode need not be told."""
         try:
-            await self._ask_prefill(handshake)
+            await self._ask_prefill()
         except EngineUnreachable as error:
             return self._setback(self._prefill, error)
         await self._leg.done
         return self._prefill_failed() if self._leg.failed else self._transfer_failed("it took a prompt that is longer than its model takes")
 
-    async def in_turn(self, handshake: Handshake, body: bytes) -> Setback | None:
+    async def _in_turn(self, body: bytes) -> Setback | None:
         """Prefill, then decode with what its answer says."""
         try:
-            await self._ask_prefill(handshake)
+            await self._ask_prefill()
         except EngineUnreachable as error:
             return self._setback(self._prefill, error)
         await self._leg.done
@@ -143,7 +141,7 @@ class _Legs:
             return self._prefill_failed()
         computed_at = self._computed()
         try:
-            told = handshake.decode(self._leg.answer)
+            told = self._handshake.decode(self._leg.answer)
         except BadHandshake as error:
             return self._transfer_failed(str(error))
         try:
@@ -160,21 +158,20 @@ class _Legs:
         await self._relay.done
         return self._outcome()
 
-    async def at_once(self, handshake: Handshake, body: bytes) -> Setback | None:
+    async def _both_at_once(self, body: bytes) -> Setback | None:
         """Both together: the engines wait for each other by themselves."""
-        self._at_once = True
         try:
             connection = await self._connection(self._here)
         except EngineUnreachable as error:
             return self._setback(self._choice, error)
         try:
-            await self._ask_prefill(handshake)
+            await self._ask_prefill()
         except BaseException as error:
             connection.abandon()
             if isinstance(error, EngineUnreachable):
                 return self._setback(self._prefill, error)
             raise
-        self._ask_decode(connection, body, handshake.decode(b""))
+        self._ask_decode(connection, body, self._handshake.decode(b""))
         self._leg.when_over(self._prefill_over)
         await self._relay.done
         if self._leg.failed and not self._proof.proven:
@@ -197,12 +194,12 @@ class _Legs:
     async def _connection(self, line: Line) -> EngineConnection:
         return (None if self._repeats else line.pool.take_idle()) or await line.pool.connect()
 
-    async def _ask_prefill(self, handshake: Handshake) -> None:
+    async def _ask_prefill(self) -> None:
         asked = self._choice.asked
         if self._ids is None:
-            path, body = None, prefill_leg_as_asked(self._choice.member.info.kind, asked.fields(), handshake.prefill())
+            path, body = None, prefill_leg_as_asked(self._choice.member.info.kind, asked.fields(), self._handshake.prefill())
         else:
-            path, body = PREFILL_PATH, prefill_leg(asked.request.model, self._ids, asked.fields(), handshake.prefill())
+            path, body = PREFILL_PATH, prefill_leg(asked.request.model, self._ids, asked.fields(), self._handshake.prefill())
         connection = await self._connection(self._there)
         self._began = self._sender.clock()
         self._open.append((connection, self._leg))
@@ -233,7 +230,7 @@ class _Legs:
         if reservation is not None:
             self._sender.chooser.first_token(self._prefill, reservation, self._began)
             reservation.release()
-        if not self._at_once and self._sender.chooser.stays(self._choice):
+        if not self._handshake.at_once and self._sender.chooser.stays(self._choice):
             self._sender.chooser.pairing.prefilled(self._pair, facts.queued_at_prefill + facts.new_at_prefill, now - self._began, now)
         return now
 
@@ -251,7 +248,7 @@ class _Legs:
         seconds = now - self._decode_began
         if not self._sender.chooser.stays(self._choice):
             pass
-        elif self._at_once:
+        elif self._handshake.at_once:
             pairing.prefilled(self._pair, facts.queued_at_prefill + facts.new_at_prefill, now - self._began, now)
             pairing.transferred(self._pair, facts.carried, 0.0, now)
         elif (slow := pairing.transferred(self._pair, facts.carried, seconds, now)) is not None:
@@ -294,7 +291,7 @@ def _certain_ids(choice: Choice, prompts: PromptBook) -> Raw | None:
     """The prompt's ids, where they are certainly those that the engine would make of it."""
     asked, info = choice.asked, choice.member.info
     tokens, status = asked.tokens.get(info.id), prompts.status(info.id)
-    if tokens is None or any(bytes(asked.fields().get(name, b"")) not in _SAY_NOTHING for name in MORE_THAN_IDS):
+    if tokens is None or not is_only_ids(asked.fields()):
         return None
     certain = judged(asked.route.form, info, tokens, checked=status is not None and status.checked) is Outcome.FORWARDED
     return Raw(msgspec.json.encode(tokens.ids)) if certain or asked.ids_barrier is Outcome.GIVEN else None

@@ -12,6 +12,7 @@ the body stays; `messages` too, which the engines still look through for tools a
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -82,6 +83,7 @@ class Ids(msgspec.Struct, frozen=True, gc=False):
 
 _PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 _fields_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
+_MORE_THAN_IDS: Final = ("truncate_prompt_tokens", "suffix", "image_data", "video_data", "audio_data", "input_embeds", "features")
 _WHITE: Final = b" \t\r\n"
 
 
@@ -91,9 +93,9 @@ def barrier(route: Route, body: ApiBody) -> Outcome | None:
         return Outcome.ROUTE
     if body.must_strip or body.input_ids is not UNSET or body.token_ids is not UNSET:
         return Outcome.HANDSHAKE
-    if not (_absent(body.echo) and _absent(body.suffix) and _absent(body.prompt_logprobs)):
+    if not (absent(body.echo) and absent(body.suffix) and absent(body.prompt_logprobs)):
         return Outcome.ECHO
-    if not (_absent(body.prompt_embeds) and _absent(body.truncate_prompt_tokens)):
+    if not (absent(body.prompt_embeds) and absent(body.truncate_prompt_tokens)):
         return Outcome.PARAMETER
     if route.form is PromptForm.CHAT:
         return None
@@ -139,6 +141,11 @@ def judged(form: PromptForm, info: EngineInfo, tokens: MadeIds | None, *, checke
     return Outcome.FORWARDED if takes else Outcome.ENGINE
 
 
-def _absent(field: Raw | msgspec.UnsetType) -> bool:
+def is_only_ids(fields: Mapping[str, Raw]) -> bool:
+    """Whether an engine computes nothing for a body with these fields but the ids of its prompt."""
+    return all(absent(fields.get(name, UNSET)) for name in _MORE_THAN_IDS)
+
+
+def absent(field: Raw | msgspec.UnsetType) -> bool:
     """Whether a field is not given, or says nothing: null, false, or an empty string."""
     return field is UNSET or bytes(field).strip(_WHITE) in {b"null", b"false", b'""'}
