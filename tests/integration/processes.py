@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import ssl
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
@@ -17,22 +16,19 @@ from typing import Any
 import aiohttp
 
 from engines.simulator.engine import SimulatedEngine
-from tests.rig import Answer, Router
+from tests.integration.commands import COMMAND, DEADLINE_S, Process
+from tests.rig import Answer
 from tests.waiting import until
 
-COMMAND = Path(sys.executable).with_name("commutator")
 TOKEN = "an-admin-token-for-tests"
-DEADLINE_S = 60
 
 
-class Group(Router):
+class Group(Process):
     """A client of the group, each request on a connection of its own, so that the kernel chooses its process anew."""
 
     def __init__(self, process: asyncio.subprocess.Process, told: dict[str, Any], log: Path, session: aiohttp.ClientSession) -> None:
-        super().__init__(told["url"], session, told.get("admin", ""))
-        self.process = process
+        super().__init__(process, told, log, session)
         self.told = told
-        self.log = log
         self._stopped = False
 
     def stop(self, by: signal.Signals = signal.SIGTERM) -> None:
@@ -40,15 +36,6 @@ class Group(Router):
         if not self._stopped:
             self._stopped = True
             self.process.send_signal(by)
-
-    def lines(self, message: str) -> list[dict[str, Any]]:
-        """What all processes have logged with this message."""
-        return [line for line in self._lines() if line.get("message") == message]
-
-    def _lines(self) -> Iterable[dict[str, Any]]:
-        for line in self.log.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                yield json.loads(line)
 
     def served(self) -> Counter[int]:
         """How many requests each process has logged."""

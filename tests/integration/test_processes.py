@@ -17,7 +17,8 @@ import pytest
 import trustme
 
 from engines.simulator.engine import SimulatedEngine
-from tests.integration.processes import COMMAND, DEADLINE_S, Group, alive, descendants, group
+from tests.integration.commands import COMMAND, DEADLINE_S
+from tests.integration.processes import Group, alive, descendants, group
 from tests.rig import Router, asked, fleet, prompt, settings_of
 from tests.waiting import alongside, until
 
