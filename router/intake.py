@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 import msgspec
@@ -28,6 +29,8 @@ MAX_BYTES_A_TOKEN = 64
 memory it would cost here are everybody's."""
 ASSUMED_MAX_MODEL_LEN = 131_072
 """For engines that do not say."""
+LONG_BODY_BYTES: Final = 262_144
+"""From here on each step of reading a body takes milliseconds, and other requests get their turn between two of them."""
 
 
 class Asked(msgspec.Struct):
@@ -157,11 +160,15 @@ class Intake:
             elif route.form in conversion.FORMS:
                 return await self._converted(route, parsed, members, body)
             else:
+                await _let_others(body)
                 plain = openai.completion_prompt(parsed) if route.form is PromptForm.COMPLETION else openai.generate_prompt(parsed)
                 if plain is None:
                     return {}, "the body has no prompt of a known form"
                 if plain.ids is not None:
-                    return dict.fromkeys(engines, Tokens(plain.ids, pack_tokens(plain.ids), "local")), ""
+                    await _let_others(body)
+                    tokens = Tokens(plain.ids, pack_tokens(plain.ids), "local")
+                    await _let_others(body)
+                    return dict.fromkeys(engines, tokens), ""
                 prompt = await self._prompts.tokens_text(engines, plain.text or "", add_special_tokens=parsed.wants_special_tokens)
         except NotRenderable as error:
             return {}, error.reason
@@ -178,6 +185,11 @@ class Intake:
         except PromptRejected as error:  # the engine's own answer is the client's: it speaks this API
             return {}, f"the model's chat template rejects this conversation: {error.message}"
         return prompt.tokens, next(iter(prompt.reasons.values()), "")
+
+
+async def _let_others(body: bytes) -> None:
+    if len(body) >= LONG_BODY_BYTES:
+        await asyncio.sleep(0)
 
 
 def _longest(members: list[Member]) -> int:
