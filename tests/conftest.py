@@ -13,6 +13,7 @@ from pytest_asyncio.plugin import LoopFactory
 from discovery import logs
 from tests.engines.fixtures import (  # noqa: F401  for all below
     arrange,
+    early,
     engines,
     launched,
     mooncake_pair,

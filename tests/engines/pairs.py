@@ -39,6 +39,7 @@ class Pair:
         self.kind = kind
         self.prefill = _Engine(kind.prefill(), folder)
         self.decode = _Engine(kind.decode(), folder)
+        self._starting: list[_Engine] = []
 
     @property
     def engines(self) -> Sequence[_Engine]:
@@ -49,14 +50,20 @@ class Pair:
         """Where the prefill engine serves decode engines: by HTTP (Mooncake, SGLang), or NIXL's side channel."""
         return self.prefill.bootstrap
 
+    def launch(self) -> None:
+        """Set those that do not run on their way."""
+        for engine in self.engines:
+            if engine.ended:
+                engine.kill()  # what is left of it
+                engine.launch()
+                self._starting.append(engine)
+
     def start(self) -> None:
         """Start those that do not run, and return when both serve. Raises EngineFailed."""
-        ended = [engine for engine in self.engines if engine.ended]
-        for engine in ended:
-            engine.kill()  # what is left of it
-            engine.launch()
-        for engine in ended:
-            engine.wait_ready()
+        self.launch()
+        while self._starting:
+            self._starting[0].wait_ready()
+            del self._starting[0]
 
     def close(self) -> None:
         """Stop both and give their ports back."""
