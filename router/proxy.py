@@ -20,13 +20,15 @@ from engines.errors import EngineBroken, EngineClosed, EngineConnectTimeout, Eng
 from router import openai, stored
 from router.admission import Reason, Shed
 from router.gate import Visit
-from router.metrics import REASONS, ROUTES
+from router.metrics import REASONS, ROUTES, Phase
 from router.pair import PairSender, Setback
 from router.relay import Relay
 from router.resumption import COMPLETED, Resumption
 from router.retry import Answered, Attempt, End, Next, Verdict, judge
 from router.routes import INFERENCE
+from router.scheduling.explain import regret
 from router.scheduling.scheduler import NoCandidate, PolicyError
+from router.scheduling.types import Reason as Why
 from router.token_ids import Ids, Outcome, with_ids
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ TIMEOUT_SETTINGS: Final = {
     "idle stream": "stream_idle_timeout_s",
 }
 """The setting that each stage's time comes from."""
+
+_LONGER_ELSEWHERE: Final = frozenset({Why.OUTWEIGHED, Why.SAMPLED})
 
 log = logging.getLogger(__name__)
 
@@ -303,6 +307,7 @@ class Proxy:
         engine = choice.endpoint.engine
         if verdict.cool_down_s is not None:
             self._chooser.refused(choice, verdict.cool_down_s)
+        choice.member.failures[verdict.code or str(verdict.status)] += 1
         if verdict.blames_engine:
             line = self._lines.get(engine)
             lost = isinstance(attempt.failure, EngineUnreachable | EngineClosed | EngineBroken)
@@ -338,6 +343,8 @@ class Proxy:
         now = self._clock()
         status = CLIENT_LEFT if trip.left else exchange.status
         self._metrics.ended(exchange.path, status, now - trip.started)
+        if trip.left:
+            self._metrics.cancelled(_phase(trip))
         fields: dict[str, object] = {"path": ROUTES[exchange.path], "status": status, "duration_s": round(now - trip.started, 6)}
         if exchange.trace is not None:
             fields |= exchange.trace.fields
@@ -352,7 +359,7 @@ class Proxy:
         if trip.first_token_at is not None:
             fields["ttft_s"] = round(trip.first_token_at - trip.started, 6)
         if trip.relay is not None:
-            self._conclude_answer(trip, trip.relay, fields)
+            self._conclude_answer(trip, trip.relay, now, fields)
         if trip.failure:
             fields["failure"] = trip.failure
         event(log, logging.INFO, "request", **fields)
@@ -373,20 +380,35 @@ class Proxy:
         if choice.split is not None:
             fields |= _split_fields(choice)
             self._metrics.prefilled(choice.split)
-        self._metrics.prompt(choice.asked.request.prompt_tokens, overlap_tokens)
+        lost = regret(decision.candidates, decision.position) if decision.reason in _LONGER_ELSEWHERE else 0
+        self._metrics.prompt(choice.asked.request.prompt_tokens, overlap_tokens, lost)
 
-    def _conclude_answer(self, trip: Trip, relay: Relay, fields: dict[str, object]) -> None:
+    def _conclude_answer(self, trip: Trip, relay: Relay, now: float, fields: dict[str, object]) -> None:
         """Count what the engine's answer said of itself, and add it to the line."""
+        usage = relay.usage
         if trip.first_token_at is not None and relay.streamed:
             self._metrics.first_token(trip.first_token_at - trip.started)
-        usage = relay.usage
+            whole = usage is not None and usage.completion_tokens and not trip.left
+            self._metrics.streamed(
+                now - trip.first_token_at, (usage.completion_tokens if usage is not None and whole else relay.pieces) - 1
+            )
         if usage is not None:
+            self._metrics.generated(usage.completion_tokens)
             fields["completion_tokens"], fields["cached_tokens"] = usage.completion_tokens, usage.cached_tokens
             self._metrics.cached(usage.cached_tokens or 0)
             if trip.choice is not None and not (trip.failure or (trip.resumption is not None and trip.resumption.times)):
                 self._chooser.ended(trip.choice, usage, trip.sent_at)
         if relay.stream_failed:
             trip.failure = trip.failure or "the engine reported an error in its stream"
+
+
+def _phase(trip: Trip) -> Phase:
+    """How far a request is whose client leaves now."""
+    if trip.asked is None:
+        return Phase.TOKENIZING
+    if trip.relay is None:
+        return Phase.QUEUED
+    return Phase.UNANSWERED if trip.first_token_at is None else Phase.STREAMING
 
 
 def _asking(exchange: Exchange) -> bytes:
