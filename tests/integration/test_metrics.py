@@ -16,7 +16,7 @@ OF_A_ROUTER, _, OF_A_RELAY = REFERENCE.partition("## Of `commutator relay`")
 
 def families(page: str) -> dict[str, str]:
     """Each family's type, by the name that its series have."""
-    return {name: kind for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", page, re.MULTILINE)}
+    return dict(re.findall(r"^# TYPE (\S+) (\S+)$", page, re.MULTILINE))
 
 
 async def test_the_reference_names_every_family_with_its_type_and_no_other() -> None:
@@ -70,7 +70,7 @@ async def test_an_engine_is_shown_with_what_it_is_what_it_says_and_what_failed_t
         assert await router.metric("router_endpoint_requests_total") == 5
         assert await router.metric("router_engine_info", engine=good.url, kind="vllm", role="aggregated", block_size="16") == 1
         assert await router.metric("router_build_info") == 1
-        assert _reported(page, bad) and _reported(page, good)
+        assert [_reported(page, bad), _reported(page, good)] == [True, True]
 
 
 def _reported(page: str, engine: SimulatedEngine) -> bool:
