@@ -29,6 +29,7 @@ from router.routes import INFERENCE
 from router.scheduling.explain import regret
 from router.scheduling.scheduler import NoCandidate, PolicyError
 from router.scheduling.types import Reason as Why
+from router.spans import Times
 from router.token_ids import Ids, Outcome, with_ids
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from router.intake import Asked, Intake
     from router.metrics import Metrics
     from router.prompts.book import PromptBook
+    from router.spans import Exporter
 
 CLIENT_LEFT: Final = 499
 """What a request is logged as whose client left; never sent to anybody."""
@@ -57,7 +59,21 @@ log = logging.getLogger(__name__)
 class Trip:
     """What there will be to say about a request at its end."""
 
-    __slots__ = ("asked", "choice", "failure", "first_token_at", "ids", "left", "relay", "resumption", "sent_at", "started", "tries")
+    __slots__ = (
+        "asked",
+        "choice",
+        "chosen_at",
+        "failure",
+        "first_token_at",
+        "ids",
+        "left",
+        "read_at",
+        "relay",
+        "resumption",
+        "sent_at",
+        "started",
+        "tries",
+    )
 
     def __init__(self, started: float) -> None:
         self.started = self.sent_at = started
@@ -68,6 +84,9 @@ class Trip:
         self.resumption: Resumption | None = None
         """Where streams may go on on another engine."""
         self.first_token_at: float | None = None
+        self.read_at: float | None = None
+        """When its prompt had been read: noted where traces are told."""
+        self.chosen_at: float | None = None
         self.tries = 0
         self.ids: Outcome | None = None
         """What became of the prompt's token ids in the last try, where they may be forwarded."""
@@ -126,10 +145,11 @@ class Proxy:
         clock: Callable[[], float],
         resumes: int = 0,
         prompts: PromptBook | None = None,
+        spans: Exporter | None = None,
     ) -> None:
         """`suspect` is told the id of an engine that failed to answer. `resumes`: how often a stream may go on on another one.
 
-        `prompts`: how the token ids were made that engines are to be given; None: they make their own.
+        `prompts`: how the token ids were made that engines are to be given; None: they make their own. `spans`: who is told of traces.
         """
         self._intake = intake
         self._chooser = chooser
@@ -142,12 +162,15 @@ class Proxy:
         self._clock = clock
         self._resumes = resumes
         self._prompts = prompts
+        self._spans = spans
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request, whatever happens, and say one line about it."""
         trip = Trip(self._clock())
         try:
             trip.asked = await self._intake.read(INFERENCE[exchange.path], _asking(exchange), exchange.headers)
+            if self._spans is not None:
+                trip.read_at = self._clock()
             await self._try_engines(exchange, trip, trip.asked)
         except asyncio.CancelledError:
             trip.left = exchange.client_left
@@ -216,6 +239,8 @@ class Proxy:
             trip.first_token_at = trip.first_token_at or self._clock()
             self._chooser.first_token(choice, place.reservation, sent_at, streamed=trip.relay is not None and trip.relay.streamed)
 
+        if not trip.tries:
+            trip.chosen_at = sent_at
         trip.tries += 1
         explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []
         relay, body = self._relay(exchange, trip, choice, explained, first_token)
@@ -362,6 +387,10 @@ class Proxy:
             self._conclude_answer(trip, trip.relay, now, fields)
         if trip.failure:
             fields["failure"] = trip.failure
+        if self._spans is not None and exchange.trace is not None:
+            sent_at = trip.sent_at if trip.tries else None
+            times = Times(trip.started, trip.read_at, trip.chosen_at, sent_at, trip.first_token_at, now)
+            self._spans.tell(exchange.trace, times, fields, trip.failure or ("the client left" if trip.left else ""))
         event(log, logging.INFO, "request", **fields)
 
     def _conclude_choice(self, trip: Trip, choice: Choice, fields: dict[str, object]) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from router.load import LoadBook
     from router.pairing import Pairing
     from router.server import Server
+    from router.spans import Exporter
 
 
 VERSION: Final = version("commutator")
@@ -59,6 +60,7 @@ class Readings:
         server: Server,
         gate: Gate,
         peers: Peers | None,
+        spans: Exporter | None = None,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
@@ -73,6 +75,7 @@ class Readings:
         self._server = server
         self._gate = gate
         self._peers = peers
+        self._spans = spans
         self._clock = clock
 
     def __call__(self) -> Iterator[Reading]:
@@ -89,6 +92,9 @@ class Readings:
         yield "router_index_bytes", "Memory of all prefix tables, estimated.", (), [((), self._caches.memory_bytes())]
         yield "router_index_refused_total", "Blocks not taken in because a table was full.", (), [((), self._caches.refused)]
         yield "router_build_info", "1, with the router's version.", ("version",), [((VERSION,), 1.0)]
+        spans = self._spans
+        told = [] if spans is None else [(("sent",), float(spans.sent)), (("dropped",), float(spans.dropped))]
+        yield "router_spans_total", "Spans of traces, by whether the collector took them.", ("outcome",), told
         yield from _process()
         yield "router_connections", "Client connections open.", (), [((), len(self._server.connections))]
         yield "router_in_progress", "Requests being handled.", (), [((), self._server.in_progress)]
