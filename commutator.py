@@ -45,6 +45,11 @@ COMMANDS = {
         "engines.simulator.settings:SimulateSettings",
         "engines.simulator.serve:run",
     ),
+    "doctor": Command(
+        "say what is wrong with a live fleet, one line each, and how to mend it",
+        "router.doctor.settings:DoctorSettings",
+        "router.doctor.command:run",
+    ),
     "advise": Command(
         "say whether prefill/decode disaggregation pays for a model, prompt length and link",
         "planner.advise.settings:AdviseSettings",

@@ -90,7 +90,7 @@ class Pages:
         self._peers = peers
         self._monitor = monitor
         self._registry = CollectorRegistry()
-        self._registry.register(Readings(self._readings))
+        self._registry.register(Readings(self.readings))
 
     def application(self) -> web.Application:
         """Its three paths."""
@@ -128,7 +128,8 @@ class Pages:
         ready = self._bus.connected and not any(state.startswith("joining") for state in engines.values())
         return _json(200 if ready else 503, {"ready": ready, "bus": self._bus.connected, "engines": engines})
 
-    def _readings(self) -> Iterator[Reading]:
+    def readings(self) -> Iterator[Reading]:
+        """Every family of its page, as it stands now."""
         yield from of_relay(self._relay)
         yield from of_bus(self._bus, "relay")
         states = [((engine, state.partition(":")[0].replace(" ", "_")), 1.0) for engine, state in self.engines().items()]

@@ -19,6 +19,7 @@ the engine so far, copies keep what they have from it.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -45,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class FeedCounts(msgspec.Struct):
-    """Plain numbers for the metrics page; they never go back."""
+    """Plain numbers for the metrics page; but for the last two, they never go back."""
 
     batches: int = 0
     """Of events, as the engine published them."""
@@ -74,6 +75,8 @@ class FeedCounts(msgspec.Struct):
     """Blocks stored under a parent not known, since all was last cleared."""
     blocks: int = 0
     """Held now."""
+    lag_s: float = 0.0
+    """From the latest batch's being made to its being read, by the clocks of both."""
 
 
 class FeedCopy(Protocol):
@@ -106,6 +109,7 @@ class Feed:
         copy: FeedCopy | None = None,
         replays: bool = True,
         turnover: int | None = None,
+        wall: Callable[[], float] = time.time,  # noqa: TID251  what an engine stamps its batches with
     ) -> None:
         """`block_size` is the configured one, if any. Nothing is sent before the first call, and nothing ever without a `send`.
 
@@ -128,6 +132,7 @@ class Feed:
         self._seq = 0
         self._heard = self._quiet = 0
         self._caught_up = False
+        self._wall = wall
         self._replays = replays
         self._turnover = turnover
         self._learned = 0
@@ -191,6 +196,7 @@ class Feed:
             self._become_partial("")
         self._heard += 1
         self._counts.batches += 1
+        self._counts.lag_s = self._wall() - batch.ts
         changes = self._translator.apply(batch.events)
         if changes:
             self._changed(changes)

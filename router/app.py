@@ -55,7 +55,7 @@ from router.processes.parent import processes
 from router.processes.part import Inside, Part
 from router.prompts.book import PromptBook
 from router.proxy import Proxy
-from router.readings import Readings
+from router.readings import VERSION, Readings
 from router.roster import Roster
 from router.routes import INFERENCE
 from router.running import Listening, cancelled_at_exit, listen, say_ready, stopped_by_signals, told_by_hangup
@@ -63,6 +63,7 @@ from router.scheduling.policies.kv import KvWeights
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.table import load_policy
 from router.server import Handler, Server
+from router.spans import Exporter
 from router.stored import Whereabouts
 from router.tracing import Trace
 from router.upstream import Timeouts
@@ -166,6 +167,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             probe_timeout_s=settings.probe_timeout_s,
         )
         gate = _gate(settings.admission, chooser, metrics, 1 if part is None else part.processes)
+        spans = _exporter(settings, session, stack)
         proxy = Proxy(
             intake,
             chooser,
@@ -178,12 +180,13 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             clock=clock,
             resumes=settings.resume,
             prompts=prompts if settings.forward_tokens else None,
+            spans=spans,
         )
         beginning = Beginning(monitor, fleet, clock=clock)
         group_of_all = None if part is None else part.group
         answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: beginning.over and not server.stopping, group=group_of_all)
         server = Server(
-            _dispatch(proxy, answers),
+            _dispatch(proxy, answers, settings.trace_ratio),
             max_body_bytes=settings.max_body_bytes,
             stall_timeout_s=settings.client_stall_timeout_s,
             grace_period_s=settings.grace_period_s,
@@ -203,6 +206,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
                 server=server,
                 gate=gate,
                 peers=peers,
+                spans=spans,
                 clock=clock,
             )
         )
@@ -221,7 +225,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         if guards.files:
             stack.enter_context(told_by_hangup(guards.files))
             group.create_task(guards.files.run(), name="files")
-        for room in (relay, mirror, monitor, server, gate, sharing, broker):
+        for room in (relay, mirror, monitor, server, gate, sharing, broker, spans):
             if room is not None:
                 group.create_task(room.run(), name=type(room).__name__.lower())
         group.create_task(_keep_house(caches, load, membership, roster, gate), name="housekeeping")
@@ -257,12 +261,22 @@ async def _started(broker: Broker | None) -> str:
     return await broker.start()
 
 
-def _dispatch(proxy: Proxy, answers: Answers) -> Handler:
+def _exporter(settings: ServeSettings, session: aiohttp.ClientSession, stack: contextlib.AsyncExitStack) -> Exporter | None:
+    """Who tells of traces, where somebody wants to hear of them. Raises OtelMissing."""
+    if settings.otlp_endpoint is None:
+        return None
+    spans = Exporter(session, settings.otlp_endpoint, VERSION, clock=clock)
+    stack.push_async_callback(spans.close)
+    return spans
+
+
+def _dispatch(proxy: Proxy, answers: Answers, trace_ratio: float = 0.0) -> Handler:
     """Inference paths to the proxy, everything else to the router's own answers."""
-    bits = random.Random().getrandbits
+    source = random.Random()
+    bits, draw = source.getrandbits, source.random
 
     def handle(exchange: Exchange) -> Coroutine[Any, Any, None]:
-        exchange.trace = Trace(exchange.headers, bits)
+        exchange.trace = Trace(exchange.headers, bits, begins=bool(trace_ratio) and draw() < trace_ratio)
         route = INFERENCE.get(exchange.path)
         if route is not None and exchange.method == route.method and exchange.upgrade == route.websocket:
             return proxy.serve(exchange)

@@ -36,7 +36,7 @@ class _Report(NamedTuple):
 class _Account:
     """What is in flight on one endpoint."""
 
-    __slots__ = ("endpoint", "forgotten", "last_assigned", "prefill_tokens", "report", "requests", "shared", "slot")
+    __slots__ = ("assigned", "endpoint", "forgotten", "last_assigned", "prefill_tokens", "report", "requests", "shared", "slot")
 
     def __init__(self, endpoint: Endpoint, slot: int) -> None:
         self.endpoint = endpoint
@@ -46,6 +46,8 @@ class _Account:
         self.shared: Counter[int] = Counter()
         """Key → how many requests in flight hold it besides the first. A prefix of each request's keys is in here."""
         self.last_assigned = 0
+        self.assigned = 0
+        """Requests counted here so far."""
         self.report: _Report | None = None
         self.forgotten = False
 
@@ -128,6 +130,7 @@ class LoadBook:
         account = self._account(endpoint)
         self._assigned += 1
         account.last_assigned = self._assigned
+        account.assigned += 1
         account.requests += 1
         account.prefill_tokens += uncached_tokens
         held = list(keys)
@@ -191,6 +194,15 @@ class LoadBook:
         """
         account = self._accounts.get(endpoint)
         return NOTHING if account is None else Carried(account.requests, account.prefill_tokens, self._index.size(account.slot))
+
+    def assigned(self, endpoint: Endpoint) -> int:
+        """Requests that this router has counted on `endpoint` since it joined. Runtime complexity: O(1).
+
+        >>> LoadBook().assigned(Endpoint("http://a:8000"))
+        0
+        """
+        account = self._accounts.get(endpoint)
+        return 0 if account is None else account.assigned
 
     def carried(self) -> Iterator[tuple[Endpoint, Carried]]:
         """The same of every endpoint that has anything in flight, for other routers to hear. Runtime complexity: O(endpoints)."""

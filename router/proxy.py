@@ -20,13 +20,16 @@ from engines.errors import EngineBroken, EngineClosed, EngineConnectTimeout, Eng
 from router import openai, stored
 from router.admission import Reason, Shed
 from router.gate import Visit
-from router.metrics import REASONS, ROUTES
+from router.metrics import REASONS, ROUTES, Phase
 from router.pair import PairSender, Setback
 from router.relay import Relay
 from router.resumption import COMPLETED, Resumption
 from router.retry import Answered, Attempt, End, Next, Verdict, judge
 from router.routes import INFERENCE
+from router.scheduling.explain import regret
 from router.scheduling.scheduler import NoCandidate, PolicyError
+from router.scheduling.types import Reason as Why
+from router.spans import Times
 from router.token_ids import Ids, Outcome, with_ids
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from router.intake import Asked, Intake
     from router.metrics import Metrics
     from router.prompts.book import PromptBook
+    from router.spans import Exporter
 
 CLIENT_LEFT: Final = 499
 """What a request is logged as whose client left; never sent to anybody."""
@@ -47,13 +51,29 @@ TIMEOUT_SETTINGS: Final = {
 }
 """The setting that each stage's time comes from."""
 
+_LONGER_ELSEWHERE: Final = frozenset({Why.OUTWEIGHED, Why.SAMPLED})
+
 log = logging.getLogger(__name__)
 
 
 class Trip:
     """What there will be to say about a request at its end."""
 
-    __slots__ = ("asked", "choice", "failure", "first_token_at", "ids", "left", "relay", "resumption", "sent_at", "started", "tries")
+    __slots__ = (
+        "asked",
+        "choice",
+        "chosen_at",
+        "failure",
+        "first_token_at",
+        "ids",
+        "left",
+        "read_at",
+        "relay",
+        "resumption",
+        "sent_at",
+        "started",
+        "tries",
+    )
 
     def __init__(self, started: float) -> None:
         self.started = self.sent_at = started
@@ -64,6 +84,9 @@ class Trip:
         self.resumption: Resumption | None = None
         """Where streams may go on on another engine."""
         self.first_token_at: float | None = None
+        self.read_at: float | None = None
+        """When its prompt had been read: noted where traces are told."""
+        self.chosen_at: float | None = None
         self.tries = 0
         self.ids: Outcome | None = None
         """What became of the prompt's token ids in the last try, where they may be forwarded."""
@@ -122,10 +145,11 @@ class Proxy:
         clock: Callable[[], float],
         resumes: int = 0,
         prompts: PromptBook | None = None,
+        spans: Exporter | None = None,
     ) -> None:
         """`suspect` is told the id of an engine that failed to answer. `resumes`: how often a stream may go on on another one.
 
-        `prompts`: how the token ids were made that engines are to be given; None: they make their own.
+        `prompts`: how the token ids were made that engines are to be given; None: they make their own. `spans`: who is told of traces.
         """
         self._intake = intake
         self._chooser = chooser
@@ -138,12 +162,15 @@ class Proxy:
         self._clock = clock
         self._resumes = resumes
         self._prompts = prompts
+        self._spans = spans
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request, whatever happens, and say one line about it."""
         trip = Trip(self._clock())
         try:
             trip.asked = await self._intake.read(INFERENCE[exchange.path], _asking(exchange), exchange.headers)
+            if self._spans is not None:
+                trip.read_at = self._clock()
             await self._try_engines(exchange, trip, trip.asked)
         except asyncio.CancelledError:
             trip.left = exchange.client_left
@@ -212,6 +239,8 @@ class Proxy:
             trip.first_token_at = trip.first_token_at or self._clock()
             self._chooser.first_token(choice, place.reservation, sent_at, streamed=trip.relay is not None and trip.relay.streamed)
 
+        if not trip.tries:
+            trip.chosen_at = sent_at
         trip.tries += 1
         explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []
         relay, body = self._relay(exchange, trip, choice, explained, first_token)
@@ -303,6 +332,7 @@ class Proxy:
         engine = choice.endpoint.engine
         if verdict.cool_down_s is not None:
             self._chooser.refused(choice, verdict.cool_down_s)
+        choice.member.failures[verdict.code or str(verdict.status)] += 1
         if verdict.blames_engine:
             line = self._lines.get(engine)
             lost = isinstance(attempt.failure, EngineUnreachable | EngineClosed | EngineBroken)
@@ -338,6 +368,8 @@ class Proxy:
         now = self._clock()
         status = CLIENT_LEFT if trip.left else exchange.status
         self._metrics.ended(exchange.path, status, now - trip.started)
+        if trip.left:
+            self._metrics.cancelled(_phase(trip))
         fields: dict[str, object] = {"path": ROUTES[exchange.path], "status": status, "duration_s": round(now - trip.started, 6)}
         if exchange.trace is not None:
             fields |= exchange.trace.fields
@@ -352,9 +384,13 @@ class Proxy:
         if trip.first_token_at is not None:
             fields["ttft_s"] = round(trip.first_token_at - trip.started, 6)
         if trip.relay is not None:
-            self._conclude_answer(trip, trip.relay, fields)
+            self._conclude_answer(trip, trip.relay, now, fields)
         if trip.failure:
             fields["failure"] = trip.failure
+        if self._spans is not None and exchange.trace is not None:
+            sent_at = trip.sent_at if trip.tries else None
+            times = Times(trip.started, trip.read_at, trip.chosen_at, sent_at, trip.first_token_at, now)
+            self._spans.tell(exchange.trace, times, fields, trip.failure or ("the client left" if trip.left else ""))
         event(log, logging.INFO, "request", **fields)
 
     def _conclude_choice(self, trip: Trip, choice: Choice, fields: dict[str, object]) -> None:
@@ -373,20 +409,35 @@ class Proxy:
         if choice.split is not None:
             fields |= _split_fields(choice)
             self._metrics.prefilled(choice.split)
-        self._metrics.prompt(choice.asked.request.prompt_tokens, overlap_tokens)
+        lost = regret(decision.candidates, decision.position) if decision.reason in _LONGER_ELSEWHERE else 0
+        self._metrics.prompt(choice.asked.request.prompt_tokens, overlap_tokens, lost)
 
-    def _conclude_answer(self, trip: Trip, relay: Relay, fields: dict[str, object]) -> None:
+    def _conclude_answer(self, trip: Trip, relay: Relay, now: float, fields: dict[str, object]) -> None:
         """Count what the engine's answer said of itself, and add it to the line."""
+        usage = relay.usage
         if trip.first_token_at is not None and relay.streamed:
             self._metrics.first_token(trip.first_token_at - trip.started)
-        usage = relay.usage
+            whole = usage is not None and usage.completion_tokens and not trip.left
+            self._metrics.streamed(
+                now - trip.first_token_at, (usage.completion_tokens if usage is not None and whole else relay.pieces) - 1
+            )
         if usage is not None:
+            self._metrics.generated(usage.completion_tokens)
             fields["completion_tokens"], fields["cached_tokens"] = usage.completion_tokens, usage.cached_tokens
             self._metrics.cached(usage.cached_tokens or 0)
             if trip.choice is not None and not (trip.failure or (trip.resumption is not None and trip.resumption.times)):
                 self._chooser.ended(trip.choice, usage, trip.sent_at)
         if relay.stream_failed:
             trip.failure = trip.failure or "the engine reported an error in its stream"
+
+
+def _phase(trip: Trip) -> Phase:
+    """How far a request is whose client leaves now."""
+    if trip.asked is None:
+        return Phase.TOKENIZING
+    if trip.relay is None:
+        return Phase.QUEUED
+    return Phase.UNANSWERED if trip.first_token_at is None else Phase.STREAMING
 
 
 def _asking(exchange: Exchange) -> bytes:

@@ -79,6 +79,7 @@ class Relay:
         "error",
         "exchange",
         "head_seen",
+        "pieces",
     )
 
     def __init__(self, exchange: Exchange, extra_headers: Headers, on_first_token: Callable[[], None]) -> None:
@@ -88,6 +89,8 @@ class Relay:
         self.accepted = False
         """The answer is the client's, and no other engine will be asked."""
         self.error: EngineError | None = None
+        self.pieces = 0
+        """Of the answer, as the network brought them: of a stream, about one for each token."""
         self._extra_headers = extra_headers
         self._on_first_token = on_first_token
         self._passing = False
@@ -127,6 +130,7 @@ class Relay:
                 self.exchange.flush()
                 return
         self._last = data
+        self.pieces += 1
         self.exchange.write(data, last=last)
         if scanner.feed(data):
             self._first_token()

@@ -236,6 +236,16 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blind_after_s: Annotated[
         Seconds, Meta(description="An engine that has served prompts this long without publishing a KV event is called blind.")
     ] = 5.0
+    otlp_endpoint: Annotated[
+        Text | None,
+        Meta(
+            description="OpenTelemetry collector that is told the spans of sampled traces, `http://HOST:4318` (OTLP over HTTP). "
+            "Needs `pip install 'commutator[otel]'`."
+        ),
+    ] = None
+    trace_ratio: Annotated[
+        float, Meta(ge=0, le=1, description="Share of requests in no trace of their clients' that begin one here; without it, none do.")
+    ] = 0.0
     log_level: Annotated[LogLevel, Meta(description="Least severity that is logged.")] = "info"
     log_format: Annotated[LogFormat, Meta(description="`auto` is text on a terminal and JSON lines elsewhere.")] = "auto"
 
@@ -257,6 +267,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield Complaint("admin_token_file", "`admin_token` is given too; there is one admin token")
         if self.has_admin and self.admin_port == self.port != 0:
             yield Complaint("admin_port", f"{self.admin_port} is `port` too; the admin API has a port of its own")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            yield Complaint("otlp_endpoint", f"{self.otlp_endpoint!r} must begin with http:// or https://; a collector has 4318 for HTTP")
         if ":" not in self.policy and self.policy not in CACHE_BLIND | {"kv"}:
             names = ", ".join(sorted(CACHE_BLIND | {"kv"}))
             yield Complaint("policy", f"{self.policy!r} is unknown: expected one of {names}, or a class of yours as module:Class")
@@ -280,6 +292,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield Complaint(key, "has no effect without admin_token or admin_token_file: there is no admin API then")
             elif key.startswith("eff_isl_") and self.disagg is not Mode.STATIC:
                 yield Complaint(key, f"has no effect with --disagg {self.disagg}; only 'static' reads it")
+            elif key == "trace_ratio" and self.otlp_endpoint is None:
+                yield Complaint(key, "has no effect without otlp_endpoint")
             elif key == "tls_key" and self.tls_cert is None:
                 yield Complaint(key, "has no effect without tls_cert")
             elif key in ("predicted_ttl_s", "tokenizer", "forward_tokens") and self.policy in CACHE_BLIND:

@@ -38,6 +38,13 @@ HOW: Final = {
     "router_cached_blocks": How.MOST,
     "router_bus_connected": How.LEAST,
     "router_peers": How.LEAST,
+    "router_build_info": How.MOST,
+    "router_engine_info": How.MOST,
+    "router_engine_running_requests": How.MOST,
+    "router_engine_waiting_requests": How.MOST,
+    "router_engine_kv_usage_ratio": How.MOST,
+    "relay_event_lag_seconds": How.MOST,
+    "process_max_fds": How.LEAST,
 }
 """Gauges that say the same thing in every process; all others are sums."""
 
