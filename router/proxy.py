@@ -28,6 +28,7 @@ from router.retry import Answered, Attempt, End, Next, Verdict, judge
 from router.routes import INFERENCE
 from router.scheduling.scheduler import NoCandidate, PolicyError
 from router.token_ids import Ids, Outcome, with_ids
+from router.ui.recent import MAX_FAILURE_CHARS, Ended
 
 if TYPE_CHECKING:
     from router.chooser import Choice, Chooser
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from router.intake import Asked, Intake
     from router.metrics import Metrics
     from router.prompts.book import PromptBook
+    from router.ui.recent import Recent
 
 CLIENT_LEFT: Final = 499
 """What a request is logged as whose client left; never sent to anybody."""
@@ -122,10 +124,12 @@ class Proxy:
         clock: Callable[[], float],
         resumes: int = 0,
         prompts: PromptBook | None = None,
+        recent: Recent | None = None,
     ) -> None:
         """`suspect` is told the id of an engine that failed to answer. `resumes`: how often a stream may go on on another one.
 
-        `prompts`: how the token ids were made that engines are to be given; None: they make their own.
+        `prompts`: how the token ids were made that engines are to be given; None: they make their own. `recent` is told of each request
+        that ends, where somebody may look.
         """
         self._intake = intake
         self._chooser = chooser
@@ -138,6 +142,7 @@ class Proxy:
         self._clock = clock
         self._resumes = resumes
         self._prompts = prompts
+        self._recent = recent
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request, whatever happens, and say one line about it."""
@@ -356,6 +361,8 @@ class Proxy:
         if trip.failure:
             fields["failure"] = trip.failure
         event(log, logging.INFO, "request", **fields)
+        if self._recent is not None:
+            self._recent.ended(_ended(trip, ROUTES[exchange.path], status, now))
 
     def _conclude_choice(self, trip: Trip, choice: Choice, fields: dict[str, object]) -> None:
         """Count where the request went, and add it to the line."""
@@ -392,6 +399,31 @@ class Proxy:
 def _asking(exchange: Exchange) -> bytes:
     """The body that says what is asked. A WebSocket has none; it may name its model in the query."""
     return openai.body_of_query(exchange.query) if exchange.upgrade else exchange.body
+
+
+def _ended(trip: Trip, path: str, status: int, now: float) -> Ended:
+    """A request as it is remembered for a while; of what was asked and answered, only the numbers."""
+    choice, relay = trip.choice, trip.relay
+    prefill = choice.prefill if choice is not None else None
+    usage = relay.usage if relay is not None else None
+    streamed = trip.first_token_at is not None and relay is not None and relay.streamed
+    return Ended(
+        at=now,
+        path=path,
+        status=status,
+        duration_s=now - trip.started,
+        model=choice.asked.request.model if choice is not None else "",
+        prompt_tokens=choice.asked.request.prompt_tokens if choice is not None else 0,
+        overlap_tokens=choice.overlap_tokens if choice is not None else 0,
+        decision=choice.decision if choice is not None else None,
+        split=choice.split if choice is not None else None,
+        prefill=prefill.decision if prefill is not None else None,
+        ttft_s=trip.first_token_at - trip.started if streamed and trip.first_token_at is not None else None,
+        completion_tokens=usage.completion_tokens if usage is not None else None,
+        cached_tokens=usage.cached_tokens if usage is not None else None,
+        tries=trip.tries,
+        failure=trip.failure[:MAX_FAILURE_CHARS],
+    )
 
 
 def _split_fields(choice: Choice) -> dict[str, object]:
