@@ -130,7 +130,7 @@ const FLEET = ["Engine", "Role", "State", "KV events", "In flight", "Running, wa
 
 function usage(value) {
   if (value === null || value === undefined) return missing;
-  const box = make("div", {}, make("meter", { min: "0", max: "1", high: "0.9", value: String(value), "aria-label": "KV usage" }), ` ${percent(value)}`);
+  const box = make("div", { class: "usage" }, make("meter", { min: "0", max: "1", high: "0.9", value: String(value), "aria-label": "KV usage" }), ` ${percent(value)}`);
   box.dataset.is = percent(value);
   return box;
 }
@@ -145,7 +145,7 @@ function showFleet(engines) {
       const states = engine.states ? Object.entries(engine.states).map(([process, state]) => `process ${process}: ${state}`).join(", ") : "";
       cells(row, FLEET, [
         lines([place(engine.id, endpoint?.rank ?? 0, engine.endpoints.length)], [kind, "reason"]),
-        engine.role,
+        engine.role ?? missing,
         lines([engine.state, `state is-${engine.state}`], [engine.waiting_for || states, "reason"]),
         endpoint ? lines([endpoint.signal.state, `state is-${endpoint.signal.state}`], [endpoint.signal.reason, "reason"]) : missing,
         endpoint ? lines([`${number(endpoint.load.active_requests)} requests`], [`${number(endpoint.load.active_prefill_tokens)} prompt tokens to compute`, "reason"]) : missing,

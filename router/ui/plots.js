@@ -50,7 +50,8 @@ export function plot(place, series, { slotSeconds, format, log }) {
     svg.append(make("text", { x: LEFT - 6, y: y(mark) + 4, "text-anchor": "end" }, format(mark)));
   }
   const minutes = Math.round((count * slotSeconds) / 60);
-  for (let ago = minutes; ago >= 0; ago -= 2) {
+  const every = width < 420 ? 5 : 2;
+  for (let ago = minutes; ago >= 0; ago -= every) {
     const at = LEFT + (width - LEFT - RIGHT) * (1 - ago / minutes);
     const anchor = ago === 0 ? "end" : ago === minutes ? "start" : "middle";
     svg.append(make("text", { x: at, y: height - 6, "text-anchor": anchor }, ago === 0 ? "now" : `−${ago} min`));
@@ -68,7 +69,7 @@ export function plot(place, series, { slotSeconds, format, log }) {
   });
   if (names.length > 1)
     names.forEach((name, number) => {
-      const at = LEFT + 10 + number * 62;
+      const at = LEFT + 10 + number * 84;
       svg.append(make("line", { class: `series s${number}`, x1: at, x2: at + 22, y1: TOP + 6, y2: TOP + 6 }));
       svg.append(make("text", { x: at + 27, y: TOP + 10 }, name));
     });

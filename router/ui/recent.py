@@ -48,7 +48,7 @@ def quantile(bins: dict[int, int], part: float) -> float | None:
     """The time below which `part` of those counted are, to 7 %; None when there are none. O(bins).
 
     >>> round(quantile({bin_of(0.010): 98, bin_of(1.0): 2}, 0.5), 3), round(quantile({bin_of(1.0): 1}, 0.99), 2)
-    (0.01, 1.0)
+    (0.009, 0.95)
     """
     total = sum(bins.values())
     if not total:
