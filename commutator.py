@@ -45,6 +45,7 @@ COMMANDS = {
         "engines.simulator.settings:SimulateSettings",
         "engines.simulator.serve:run",
     ),
+    "top": Command("show a router's live page in a terminal", "router.top.settings:TopSettings", "router.top.command:run"),
     "advise": Command(
         "say whether prefill/decode disaggregation pays for a model, prompt length and link",
         "planner.advise.settings:AdviseSettings",

@@ -148,7 +148,7 @@ function showFleet(engines) {
         engine.role ?? missing,
         lines([engine.state, `state is-${engine.state}`], [engine.waiting_for || states, "reason"]),
         endpoint ? lines([endpoint.signal.state, `state is-${endpoint.signal.state}`], [endpoint.signal.reason, "reason"]) : missing,
-        endpoint ? lines([`${number(endpoint.load.active_requests)} requests`], [`${number(endpoint.load.active_prefill_tokens)} prompt tokens to compute`, "reason"]) : missing,
+        endpoint ? lines([number(endpoint.load.active_requests)], [`${number(endpoint.load.active_prefill_tokens)} prompt tokens to compute`, "reason"]) : missing,
         endpoint ? `${number(endpoint.load.running)}, ${number(endpoint.load.waiting)}` : missing,
         endpoint ? usage(endpoint.load.kv_usage) : missing,
         endpoint ? lines([percent(endpoint.hit_rate)], [`${percent(endpoint.expected_hit_rate)} expected, ${number(endpoint.recent_requests)} requests`, "reason"]) : missing,

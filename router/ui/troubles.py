@@ -92,7 +92,7 @@ def _signals(state: Mapping[str, Any]) -> Iterator[Trouble]:
         if name == "partial":
             mend = "It heals as its prefixes are used again; a replay endpoint in its KV event settings avoids it."
         else:
-            mend = "Until then it is scored from what was sent there, which costs hits. `commutator doctor` checks each precondition."
+            mend = "Until then it is scored from what was sent there, which costs hits. The command `commutator doctor` checks each precondition."
         yield Trouble("warning", f"KV events are {name} at {_named(endpoints)}: {reason or 'no reason is known'}.", mend)
 
 
@@ -124,7 +124,7 @@ def _hits(state: Mapping[str, Any]) -> Iterator[Trouble]:
         yield Trouble(
             "warning",
             f"Found far less in the cache than was expected: {_named(wrong)}.",
-            "Its tokenizer, block size or cache salt differs from what the router assumes, or it evicts before reuse: run `commutator doctor`.",
+            "Its tokenizer, block size or cache salt differs from what the router assumes, or it evicts before reuse: see the command `commutator doctor`.",
         )
 
 

@@ -41,9 +41,9 @@ def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ([], "commutator: error: a command is needed: serve, relay, simulate, advise; see commutator --help"),
+        ([], "commutator: error: a command is needed: serve, relay, simulate, top, advise; see commutator --help"),
         (["serv"], "commutator: error: unknown command 'serv'; did you mean 'serve'?; see commutator --help"),
-        (["--port", "1"], "commutator: error: a command comes before --port: serve, relay, simulate, advise"),
+        (["--port", "1"], "commutator: error: a command comes before --port: serve, relay, simulate, top, advise"),
         (["serve"], "commutator serve: error: engine: no engine is named; name at least one: --engine http://HOST:PORT"),
         (["serve", "--engine", "http://h:1", "--polic", "kv"], "commutator serve: error: unknown option --polic; did you mean '--policy'?"),
         (["serve", "--engine", "http://h:1", "--engine", "http://h:1/"], "commutator serve: error: --engine: http://h:1 is named 2 times"),
