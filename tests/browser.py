@@ -22,7 +22,8 @@ import msgspec
 
 from tests.waiting import until
 
-STARTED_WITHIN_S = 60.0
+PATIENCE_S = 90.0
+"""A browser is several processes that start from a cold disk."""
 FLAGS = (
     "--headless=new",
     "--no-sandbox",  # containers seldom allow what the sandbox needs, and only our own page is loaded
@@ -85,7 +86,7 @@ class Page:
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_str(msgspec.json.encode({"id": number, "method": method, "params": params}).decode())
-        async with asyncio.timeout(STARTED_WITHIN_S):
+        async with asyncio.timeout(PATIENCE_S):
             told = await waiting
         if "error" in told:
             raise BrowserError(f"{method}: {told['error']}")
@@ -104,7 +105,7 @@ class Page:
         async def true() -> bool:
             return bool(await self.evaluate(f"Boolean({expression})"))
 
-        await until(true, what=expression)
+        await until(true, deadline_s=PATIENCE_S, what=expression)
 
     async def text(self, selector: str) -> str:
         """What a reader sees there."""
@@ -181,7 +182,7 @@ async def browser() -> AsyncIterator[Chromium]:
                     raise BrowserError(f"{path} ended with code {process.returncode}")
                 return told.exists() and "\n" in told.read_text()
 
-            await until(started, deadline_s=STARTED_WITHIN_S, what="the browser has started")
+            await until(started, deadline_s=PATIENCE_S, what="the browser has started")
             port = told.read_text().splitlines()[0]
             async with aiohttp.ClientSession() as session:
                 yield Chromium(f"http://127.0.0.1:{port}", session)
