@@ -50,6 +50,7 @@ COMMANDS = {
         "router.doctor.settings:DoctorSettings",
         "router.doctor.command:run",
     ),
+    "top": Command("show a router's live page in a terminal", "router.top.settings:TopSettings", "router.top.command:run"),
     "advise": Command(
         "say whether prefill/decode disaggregation pays for a model, prompt length and link",
         "planner.advise.settings:AdviseSettings",

@@ -15,6 +15,7 @@ from router.metrics import CONTENT_TYPE
 from router.processes.messages import Readiness
 from router.routes import INFERENCE, PromptForm, Route
 from router.scheduling.scheduler import NoCandidate, PolicyError
+from router.scheduling.types import Decision
 
 if TYPE_CHECKING:
     from router.exchange import Exchange
@@ -187,7 +188,7 @@ def explanation(choice: Choice) -> dict[str, Any]:
         "untokenizable": choice.asked.request.untokenizable or None,
         "overlap_tokens": choice.overlap_tokens,
         "prefill": _prefill(choice),
-        "candidates": _candidates(choice),
+        "candidates": candidates_of(decision),
         "rejected": [{"engine": e.engine, "rank": e.rank, "reason": reason} for e, reason in decision.rejected],
     }
 
@@ -201,12 +202,12 @@ def _prefill(choice: Choice) -> dict[str, Any] | None:
     if choice.prefill is not None:
         endpoint = choice.prefill.endpoint
         told |= {"engine": endpoint.engine, "rank": endpoint.rank, "overlap_tokens": choice.prefill.overlap_tokens}
-        told["candidates"] = _candidates(choice.prefill)
+        told["candidates"] = candidates_of(choice.prefill.decision)
     return told
 
 
-def _candidates(choice: Choice) -> list[dict[str, Any]]:
-    decision = choice.decision
+def candidates_of(decision: Decision) -> list[dict[str, Any]]:
+    """What each would have cost, and why; the cheapest first."""
     return [
         {
             "engine": scored.candidate.endpoint.engine,

@@ -66,6 +66,10 @@ from router.server import Handler, Server
 from router.spans import Exporter
 from router.stored import Whereabouts
 from router.tracing import Trace
+from router.ui.document import document
+from router.ui.page import VERSION, LivePage
+from router.ui.recent import Recent
+from router.ui.view import View
 from router.upstream import Timeouts
 
 if TYPE_CHECKING:
@@ -166,6 +170,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             probe_period_s=settings.probe_period_s,
             probe_timeout_s=settings.probe_timeout_s,
         )
+        recent = Recent() if settings.has_admin else None
         gate = _gate(settings.admission, chooser, metrics, 1 if part is None else part.processes)
         spans = _exporter(settings, session, stack)
         proxy = Proxy(
@@ -181,6 +186,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             resumes=settings.resume,
             prompts=prompts if settings.forward_tokens else None,
             spans=spans,
+            recent=recent,
         )
         beginning = Beginning(monitor, fleet, clock=clock)
         group_of_all = None if part is None else part.group
@@ -213,10 +219,25 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         roster = Roster(monitor, fleet, load)
         census = Census(monitor=monitor, fleet=fleet, roster=roster, caches=caches, load=load, mirror=mirror, clock=clock)
         control = Admin(roster, census)
+        view = View(
+            recent=recent or Recent(),
+            census=census,
+            fleet=fleet,
+            caches=caches,
+            pairing=pairing,
+            metrics=metrics,
+            bus=bus,
+            server=server,
+            gate=gate,
+            peers=peers,
+            policy=name,
+            clock=clock,
+        )
         admin = url = ""
         if part is None:
             if guards.admin_door is not None:
-                admins = Server(control.serve, max_body_bytes=MAX_BODY_BYTES, grace_period_s=1.0, door=guards.admin_door)
+                page = LivePage(control.serve, lambda: _state(view))
+                admins = Server(page.serve, max_body_bytes=MAX_BODY_BYTES, grace_period_s=1.0, door=guards.admin_door)
                 stack.push_async_callback(admins.stop)
                 admin = await listen(admins, settings.admin_host, settings.admin_port, guards)
                 group.create_task(admins.run(), name="admin")
@@ -232,11 +253,16 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         if part is not None:
             if sharing is None:
                 raise AssertionError
-            await part.prepare(Inside(control, answers, metrics, sharing, monitor, fleet))
+            await part.prepare(Inside(control, answers, metrics, view, sharing=sharing, monitor=monitor, fleet=fleet))
             stack.push_async_callback(server.stop)
             url = await listen(server, settings.host, part.port, guards, shared=True)
         event(log, logging.INFO, "serving", url=url, admin=admin, policy=name, engines=len(settings.engine), bus=bus.servers)
         yield Listening(url, admin)
+
+
+async def _state(view: View) -> dict[str, Any]:
+    """What the live page shows of a router that is one process."""
+    return document({0: view.part()}, VERSION)
 
 
 def _share(whole: int, processes: int) -> int:

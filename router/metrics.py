@@ -143,6 +143,11 @@ class Metrics:
         """One has not arrived."""
         self._transfers.add(("failed",))
 
+    @property
+    def transfers(self) -> dict[str, int]:
+        """Handovers of KV so far, by outcome."""
+        return {outcome: int(count) for (outcome,), count in self._transfers.values.items()}
+
     def stranded(self) -> None:
         """A prompt has been computed, and nobody fetches it: the prefill engine keeps it until its lease ends."""
         self._transfers.add(("stranded",))

@@ -31,6 +31,7 @@ from router.scheduling.scheduler import NoCandidate, PolicyError
 from router.scheduling.types import Reason as Why
 from router.spans import Times
 from router.token_ids import Ids, Outcome, with_ids
+from router.ui.recent import MAX_FAILURE_CHARS, Ended
 
 if TYPE_CHECKING:
     from router.chooser import Choice, Chooser
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from router.metrics import Metrics
     from router.prompts.book import PromptBook
     from router.spans import Exporter
+    from router.ui.recent import Recent
 
 CLIENT_LEFT: Final = 499
 """What a request is logged as whose client left; never sent to anybody."""
@@ -146,10 +148,12 @@ class Proxy:
         resumes: int = 0,
         prompts: PromptBook | None = None,
         spans: Exporter | None = None,
+        recent: Recent | None = None,
     ) -> None:
         """`suspect` is told the id of an engine that failed to answer. `resumes`: how often a stream may go on on another one.
 
-        `prompts`: how the token ids were made that engines are to be given; None: they make their own. `spans`: who is told of traces.
+        `prompts`: how the token ids were made that engines are to be given; None: they make their own. `spans` is told of traces, and
+        `recent` of each request that ends, where somebody may look.
         """
         self._intake = intake
         self._chooser = chooser
@@ -163,6 +167,7 @@ class Proxy:
         self._resumes = resumes
         self._prompts = prompts
         self._spans = spans
+        self._recent = recent
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request, whatever happens, and say one line about it."""
@@ -392,6 +397,8 @@ class Proxy:
             times = Times(trip.started, trip.read_at, trip.chosen_at, sent_at, trip.first_token_at, now)
             self._spans.tell(exchange.trace, times, fields, trip.failure or ("the client left" if trip.left else ""))
         event(log, logging.INFO, "request", **fields)
+        if self._recent is not None:
+            self._recent.ended(_ended(trip, ROUTES[exchange.path], status, now))
 
     def _conclude_choice(self, trip: Trip, choice: Choice, fields: dict[str, object]) -> None:
         """Count where the request went, and add it to the line."""
@@ -443,6 +450,31 @@ def _phase(trip: Trip) -> Phase:
 def _asking(exchange: Exchange) -> bytes:
     """The body that says what is asked. A WebSocket has none; it may name its model in the query."""
     return openai.body_of_query(exchange.query) if exchange.upgrade else exchange.body
+
+
+def _ended(trip: Trip, path: str, status: int, now: float) -> Ended:
+    """A request as it is remembered for a while; of what was asked and answered, only the numbers."""
+    choice, relay = trip.choice, trip.relay
+    prefill = choice.prefill if choice is not None else None
+    usage = relay.usage if relay is not None else None
+    streamed = trip.first_token_at is not None and relay is not None and relay.streamed
+    return Ended(
+        at=now,
+        path=path,
+        status=status,
+        duration_s=now - trip.started,
+        model=choice.asked.request.model if choice is not None else "",
+        prompt_tokens=choice.asked.request.prompt_tokens if choice is not None else 0,
+        overlap_tokens=choice.overlap_tokens if choice is not None else 0,
+        decision=choice.decision if choice is not None else None,
+        split=choice.split if choice is not None else None,
+        prefill=prefill.decision if prefill is not None else None,
+        ttft_s=trip.first_token_at - trip.started if streamed and trip.first_token_at is not None else None,
+        completion_tokens=usage.completion_tokens if usage is not None else None,
+        cached_tokens=usage.cached_tokens if usage is not None else None,
+        tries=trip.tries,
+        failure=trip.failure[:MAX_FAILURE_CHARS],
+    )
 
 
 def _split_fields(choice: Choice) -> dict[str, object]:

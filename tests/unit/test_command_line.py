@@ -10,6 +10,7 @@ import pytest
 import commutator
 
 ROOT = Path(commutator.__file__).parent
+NAMES = ", ".join(commutator.COMMANDS)
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str, **environ: str) -> tuple[int, str, str]:
@@ -41,9 +42,9 @@ def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ([], "commutator: error: a command is needed: serve, relay, simulate, doctor, advise; see commutator --help"),
+        ([], f"commutator: error: a command is needed: {NAMES}; see commutator --help"),
         (["serv"], "commutator: error: unknown command 'serv'; did you mean 'serve'?; see commutator --help"),
-        (["--port", "1"], "commutator: error: a command comes before --port: serve, relay, simulate, doctor, advise"),
+        (["--port", "1"], f"commutator: error: a command comes before --port: {NAMES}"),
         (["serve"], "commutator serve: error: engine: no engine is named; name at least one: --engine http://HOST:PORT"),
         (["serve", "--engine", "http://h:1", "--polic", "kv"], "commutator serve: error: unknown option --polic; did you mean '--policy'?"),
         (["serve", "--engine", "http://h:1", "--engine", "http://h:1/"], "commutator serve: error: --engine: http://h:1 is named 2 times"),
