@@ -67,7 +67,7 @@ from router.spans import Exporter
 from router.stored import Whereabouts
 from router.tracing import Trace
 from router.ui.document import document
-from router.ui.page import VERSION, LivePage
+from router.ui.page import LivePage
 from router.ui.recent import Recent
 from router.ui.view import View
 from router.upstream import Timeouts

@@ -392,12 +392,17 @@ class Proxy:
             self._conclude_answer(trip, trip.relay, now, fields)
         if trip.failure:
             fields["failure"] = trip.failure
+        event(log, logging.INFO, "request", **fields)
+        self._tell(exchange, trip, now, fields)
+
+    def _tell(self, exchange: Exchange, trip: Trip, now: float, fields: dict[str, object]) -> None:
+        """Hand what is known of the request to whoever asked for it; `fields` are those of the log's line."""
         if self._spans is not None and exchange.trace is not None:
             sent_at = trip.sent_at if trip.tries else None
             times = Times(trip.started, trip.read_at, trip.chosen_at, sent_at, trip.first_token_at, now)
             self._spans.tell(exchange.trace, times, fields, trip.failure or ("the client left" if trip.left else ""))
-        event(log, logging.INFO, "request", **fields)
         if self._recent is not None:
+            status = CLIENT_LEFT if trip.left else exchange.status
             self._recent.ended(_ended(trip, ROUTES[exchange.path], status, now))
 
     def _conclude_choice(self, trip: Trip, choice: Choice, fields: dict[str, object]) -> None:

@@ -55,10 +55,11 @@ from router.processes.messages import (
 )
 from router.processes.pages import Pages
 from router.processes.port import held
+from router.readings import VERSION
 from router.running import Listening, cancelled_at_exit, listen, told_by_hangup, url_of
 from router.server import Server
 from router.ui.document import document
-from router.ui.page import VERSION, LivePage
+from router.ui.page import LivePage
 from router.ui.parts import Part
 
 if TYPE_CHECKING:

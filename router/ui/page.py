@@ -10,7 +10,6 @@ The page may load and ask nothing but what is served here, and nobody may frame 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from importlib.metadata import version
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,8 +20,6 @@ from router.errand import in_task
 if TYPE_CHECKING:
     from router.exchange import Exchange
     from router.server import Handler
-
-VERSION: Final = version("commutator")
 
 STATE: Final = b"/ui/state"
 _PLACES: Final = {
