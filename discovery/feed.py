@@ -18,6 +18,7 @@ the engine so far, copies keep what they have from it.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,8 +30,8 @@ from discovery.digests import digest_of_all
 from discovery.logs import event
 from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, Store, StreamMessage
 from discovery.signal import LIVE, Signal, SignalState
-from discovery.translate import Change, Translator
-from engines.blocks import KEY_BYTES, pack_keys
+from discovery.translate import Translator
+from engines.blocks import KEY_BYTES
 from engines.events import Cleared, KvBatch
 from engines.types import Endpoint, Tier
 
@@ -79,7 +80,7 @@ class FeedCounts(msgspec.Struct):
 class FeedCopy(Protocol):
     """A copy in this process of what feeds tell. Its methods are called in the order things happen, and must not block."""
 
-    def changed(self, endpoint: Endpoint, changes: Sequence[Change]) -> None:
+    def changed(self, endpoint: Endpoint, changes: Sequence[Op]) -> None:
         """These are the next changes of what is held there."""
         ...
 
@@ -122,7 +123,7 @@ class Feed:
         self._copy = copy
         self._digest = 0
         """Of what has been sent in this epoch."""
-        self._waiting: list[Change] = []
+        self._waiting: list[Op] = []
         self._waiting_blocks = 0
         self._epoch = next_epoch()
         self._seq = 0
@@ -268,8 +269,7 @@ class Feed:
         """What waits to be sent is sent, and before all is told left out: a snapshot will have it. Whether anything was sent."""
         if self._send is None or not self._waiting:
             return False
-        changes, self._waiting, self._waiting_blocks = self._waiting, [], 0
-        ops = [change.op() for change in changes]
+        ops, self._waiting, self._waiting_blocks = self._waiting, [], 0
         for op in ops:
             self._digest = 0 if isinstance(op, Clear) else self._digest ^ digest_of_all(op.tier, op.keys)
         if not self._caught_up:
@@ -284,35 +284,44 @@ class Feed:
         self._send = None
         self._copy = None
 
-    def held(self) -> list[Change]:
-        """What makes an empty copy equal to what is held. O(blocks), at some 10 ns each."""
-        return self._translator.held()
+    def held(self) -> list[Callable[[], Store]]:
+        """What makes an empty copy equal to what is held at this moment, in pieces to be made one after the other, however late.
+
+        O(blocks) now, at some 20 ns each, then O(1) a piece.
+        """
+        step = PIECE_BYTES // KEY_BYTES
+        return [
+            functools.partial(held.stored, start, start + step)
+            for held in self._translator.held()
+            for start in range(0, len(held.keys), step)
+        ]
 
     def snapshot(self) -> Iterator[SnapshotChunk]:
-        """Everything held at this moment, however late the iterator is run. O(blocks) now, as `held`, then O(1) a chunk."""
+        """Everything held at this moment, however late the iterator is run. As `held`."""
         self.flush()
-        epoch, seq, step = self._epoch, self._seq, PIECE_BYTES // KEY_BYTES
-        parts = [(held.tier, held.keys, start) for held in self.held() for start in range(0, len(held.keys), step)]
-        if not parts:
+        epoch, seq, pieces = self._epoch, self._seq, self.held()
+        if not pieces:
             return iter([SnapshotChunk(epoch, seq, 0, 1, [])])
-        return (
-            SnapshotChunk(epoch, seq, number, len(parts), [Store(tier, pack_keys(keys[start : start + step]))])
-            for number, (tier, keys, start) in enumerate(parts)
-        )
+        return (SnapshotChunk(epoch, seq, number, len(pieces), [piece()]) for number, piece in enumerate(pieces))
 
-    def _changed(self, changes: list[Change]) -> None:
+    def _changed(self, changes: list[Op]) -> None:
+        blocks = 0
         for change in changes:
-            if change.kind is Store:
-                self._counts.stored += len(change.keys)
-                self._learned += len(change.keys) if change.tier is Tier.DEVICE else 0
-            elif change.kind is Remove:
-                self._counts.removed += len(change.keys)
+            if isinstance(change, Clear):
+                continue
+            count = len(change.keys) // KEY_BYTES
+            blocks += count
+            if isinstance(change, Remove):
+                self._counts.removed += count
+            else:
+                self._counts.stored += count
+                self._learned += count if change.tier is Tier.DEVICE else 0
         if self._copy is not None:
             self._copy.changed(self.endpoint, changes)
         if self._send is None:
             return
         self._waiting += changes
-        self._waiting_blocks += sum(len(change.keys) for change in changes)
+        self._waiting_blocks += blocks
         if self._waiting_blocks > MOST_WAITING_BLOCKS:
             self.flush()
         else:
@@ -355,7 +364,7 @@ def pieces(ops: Iterable[Op], limit: int = PIECE_BYTES) -> Iterator[list[Op]]:
                 yield piece
                 piece, size = [], 0
             end = min(len(op.keys), start + limit - size)
-            piece.append(op if end - start == len(op.keys) else type(op)(op.tier, op.keys[start:end]))
+            piece.append(op if end - start == len(op.keys) else op.part(start, end))
             size += end - start
             start = end
     if piece:

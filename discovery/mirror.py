@@ -18,7 +18,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
@@ -26,12 +26,10 @@ import msgspec
 from discovery.bus import Bus
 from discovery.feed import Feed
 from discovery.logs import event
-from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, SnapshotRequest, Store, StreamMessage
+from discovery.messages import Batch, Beacon, Op, Remove, SnapshotChunk, SnapshotRequest, Store, StreamMessage
 from discovery.signal import Signal, SignalState, SignalTracker
 from discovery.subjects import Subjects
 from discovery.sync import Action, Apply, ClearAll, RequestSnapshot, StreamSync, SyncCounts
-from discovery.translate import Change
-from engines.blocks import KEY_BYTES, unpack_keys
 from engines.types import Endpoint, EngineInfo, Tier
 
 TICK_S = 0.1
@@ -49,11 +47,11 @@ _Life = tuple[bool, float | None]
 class IndexSink(Protocol):
     """Where what is held is written down."""
 
-    def store(self, endpoint: Endpoint, tier: Tier, keys: Sequence[int]) -> None:
-        """These blocks are held there now."""
+    def store(self, endpoint: Endpoint, tier: Tier, chains: Iterable[bytes]) -> None:
+        """The blocks of these chains are held there now, and were not: packed keys, each block following the one before it."""
         ...
 
-    def remove(self, endpoint: Endpoint, tier: Tier, keys: Sequence[int]) -> None:
+    def remove(self, endpoint: Endpoint, tier: Tier, keys: bytes) -> None:
         """These blocks are not held there any more."""
         ...
 
@@ -170,7 +168,7 @@ class Mirror:
         if not self._bus.connected:
             copy.tracker.bus_lost(now)
 
-    def changed(self, endpoint: Endpoint, changes: Iterable[Change]) -> None:
+    def changed(self, endpoint: Endpoint, changes: Iterable[Op]) -> None:
         """The next changes of what is held there. O(blocks)."""
         copy = self._copies.get(endpoint)
         if copy is None or not copy.local:
@@ -273,14 +271,14 @@ class Mirror:
         copy.sync.counts.epochs += 1
         copy.local = True
         copy.tracker.bus_back(now)
-        self._take(copy.endpoint, feed.held())
+        self._take(copy.endpoint, (piece() for piece in feed.held()))
         feed.beacon()
 
-    def _take(self, endpoint: Endpoint, changes: Iterable[Change]) -> None:
+    def _take(self, endpoint: Endpoint, changes: Iterable[Op]) -> None:
         for change in changes:
-            if change.kind is Store:
-                self._index.store(endpoint, change.tier, change.keys)
-            elif change.kind is Remove:
+            if isinstance(change, Store):
+                self._index.store(endpoint, change.tier, change.chains())
+            elif isinstance(change, Remove):
                 self._index.remove(endpoint, change.tier, change.keys)
             else:
                 self._index.clear(endpoint)
@@ -303,7 +301,7 @@ class Mirror:
         except (msgspec.MsgspecError, ValueError, RecursionError):
             self.counts.undecodable += 1
             return
-        if isinstance(message, Batch) and not _whole(message.ops):
+        if isinstance(message, Batch) and not all(op.whole for op in message.ops):
             self.counts.undecodable += 1
             return
         now, epoch = self._clock(), copy.sync.epoch
@@ -333,7 +331,7 @@ class Mirror:
             chunk = _chunks.decode(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError):
             chunk = None
-        if answered is None or chunk is None or not _whole(chunk.ops):
+        if answered is None or chunk is None or not all(op.whole for op in chunk.ops):
             self.counts.undecodable += 1
             return
         endpoint, attempt = answered
@@ -352,23 +350,13 @@ class Mirror:
         for action in actions:
             match action:
                 case Apply(ops):
-                    for op in ops:
-                        self._apply(endpoint, op)
+                    self._take(endpoint, ops)
                 case ClearAll():
                     self._index.clear(endpoint)
                 case RequestSnapshot(attempt):
                     event(_log, logging.INFO, "asking for a snapshot", endpoint=str(endpoint), reason=copy.sync.why, attempt=attempt)
                     reply = self._subjects.reply(self._name, endpoint, attempt)
                     self._bus.publish(self._subjects.snapshot(endpoint), _encode(SnapshotRequest(endpoint)), reply)
-
-    def _apply(self, endpoint: Endpoint, op: Op) -> None:
-        match op:
-            case Store(tier, keys):
-                self._index.store(endpoint, tier, unpack_keys(keys))
-            case Remove(tier, keys):
-                self._index.remove(endpoint, tier, unpack_keys(keys))
-            case Clear():
-                self._index.clear(endpoint)
 
     def _tick(self, now: float) -> None:
         for copy in tuple(self._copies.values()):
@@ -399,10 +387,6 @@ class Mirror:
             if not copy.local:
                 copy.tracker.bus_back(now)
         self._tick(now)
-
-
-def _whole(ops: Iterable[Op]) -> bool:
-    return not any(len(op.keys) % KEY_BYTES for op in ops if not isinstance(op, Clear))
 
 
 def _signal(state: str, reason: str) -> Signal:
