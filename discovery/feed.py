@@ -22,7 +22,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -103,7 +103,8 @@ class Feed:
         next_epoch: Callable[[], str],
         send: Callable[[StreamMessage], None] | None,
         *,
-        waits: Callable[[], None] | None = None,
+        waits: Callable[[Feed], None] | None = None,
+        give_up: Callable[[Iterable[dict[Any, Any]]], None] | None = None,
         copy: FeedCopy | None = None,
         replays: bool = True,
         turnover: int | None = None,
@@ -113,13 +114,15 @@ class Feed:
         `replays`: what was published before can be asked for. `turnover`: after so many blocks, the engine has none left that it stored
         before and has not told since; None where it may keep one for ever without a word.
 
-        `waits` is called when there is something to send, and `flush` has to follow soon; without it, all is sent at once.
+        `waits` is called when there is something to send, and `flush` has to follow soon; without it, all is sent at once. `give_up` frees
+        what was held and is not any more.
         """
         self.endpoint = endpoint
         self._translator = Translator(block_size)
         self._next_epoch = next_epoch
         self._send = send
-        self._waits = waits or self.flush
+        self._waits = waits
+        self._give_up = give_up
         self._copy = copy
         self._digest = 0
         """Of what has been sent in this epoch."""
@@ -193,6 +196,7 @@ class Feed:
         self._heard += 1
         self._counts.batches += 1
         changes = self._translator.apply(batch.events)
+        self._tidy()
         if changes:
             self._changed(changes)
         else:
@@ -265,24 +269,26 @@ class Feed:
         if self._copy is not None:
             self._copy.told(self.endpoint, beacon)
 
-    def flush(self) -> bool:
-        """What waits to be sent is sent, and before all is told left out: a snapshot will have it. Whether anything was sent."""
+    def flush(self) -> int:
+        """What waits to be sent is sent, and before all is told left out: a snapshot will have it. How many blocks were sent."""
         if self._send is None or not self._waiting:
-            return False
-        ops, self._waiting, self._waiting_blocks = self._waiting, [], 0
+            return 0
+        ops, self._waiting, blocks, self._waiting_blocks = self._waiting, [], self._waiting_blocks, 0
         for op in ops:
             self._digest = 0 if isinstance(op, Clear) else self._digest ^ digest_of_all(op.tier, op.keys)
         if not self._caught_up:
-            return False
+            return 0
         for piece in pieces(ops):
             self._send(Batch(self._epoch, self._seq, piece))
             self._seq += 1
-        return True
+        return max(1, blocks)
 
     def end(self) -> None:
         """Nothing is sent or told any more, whatever its subscriber still has in hand."""
         self._send = None
         self._copy = None
+        self._translator.clear()
+        self._tidy()
 
     def held(self) -> list[Callable[[], Store]]:
         """What makes an empty copy equal to what is held at this moment, in pieces to be made one after the other, however late.
@@ -322,10 +328,16 @@ class Feed:
             return
         self._waiting += changes
         self._waiting_blocks += blocks
-        if self._waiting_blocks > MOST_WAITING_BLOCKS:
+        if self._waits is None or self._waiting_blocks > MOST_WAITING_BLOCKS:
             self.flush()
         else:
-            self._waits()
+            self._waits(self)
+
+    def _tidy(self) -> None:
+        if self._translator.remains:
+            if self._give_up is not None:
+                self._give_up(self._translator.remains)
+            self._translator.remains = []
 
     def _begin_to_tell(self) -> None:
         if not self._caught_up:
@@ -341,6 +353,7 @@ class Feed:
 
     def _renew(self) -> None:
         self._translator.clear()
+        self._tidy()
         self._waiting.clear()
         self._waiting_blocks = 0
         self._epoch = self._next_epoch()

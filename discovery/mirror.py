@@ -15,9 +15,11 @@ what the bus says of such an endpoint, be it another relay's word, is not listen
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -83,15 +85,18 @@ class _Copy:
         """Whether a relay in this process tells of it."""
         self.told = False
         """Whether its relay has said, in this epoch, how it sees the signal and the block size: keys alone cannot be believed yet."""
+        self.behind: deque[Callable[[], Op]] = deque()
+        """What has been told of it in this process and is not in the index yet: what a feed held that was joined when it held much."""
         self.block_size: int | None = None
         self.reported: SignalState | None = None
 
     @property
     def complete(self) -> bool:
-        return self.told and (self.local or self.sync.synced)
+        return self.told and not self.behind and (self.local or self.sync.synced)
 
     def renewed(self) -> None:
         self.told = False
+        self.behind.clear()
         self.tracker.restarted()
 
 
@@ -143,7 +148,9 @@ class Mirror:
     # discovery.relay.LocalCopy
 
     def attach(self, feed: Feed) -> None:
-        """What the feed's endpoint holds is told by it, from what it holds now on. O(blocks it holds).
+        """What the feed's endpoint holds is told by it, from what it holds now on.
+
+        O(blocks it holds), at some 20 ns each; what costs more is done in later passes of the loop.
 
         A complete copy of another relay's serves until the feed is complete as well.
         """
@@ -175,7 +182,10 @@ class Mirror:
             return
         copy.sync.counts.batches += 1
         copy.tracker.heard(self._clock())
-        self._take(endpoint, changes)
+        if copy.behind:
+            copy.behind += [functools.partial(_itself, change) for change in changes]
+        else:
+            self._take(endpoint, changes)
 
     def renewed(self, endpoint: Endpoint) -> None:
         """A new epoch: nothing of what was known holds any more."""
@@ -271,8 +281,17 @@ class Mirror:
         copy.sync.counts.epochs += 1
         copy.local = True
         copy.tracker.bus_back(now)
-        self._take(copy.endpoint, (piece() for piece in feed.held()))
+        copy.behind += feed.held()
+        self._catch_up(copy)
         feed.beacon()
+
+    def _catch_up(self, copy: _Copy) -> None:
+        """Take in a piece of what a feed holds, and the next in the next pass of the loop."""
+        if not copy.behind or self._copies.get(copy.endpoint) is not copy:
+            return
+        self._take(copy.endpoint, [copy.behind.popleft()()])
+        if copy.behind:
+            asyncio.get_running_loop().call_soon(self._catch_up, copy)
 
     def _take(self, endpoint: Endpoint, changes: Iterable[Op]) -> None:
         for change in changes:
@@ -387,6 +406,10 @@ class Mirror:
             if not copy.local:
                 copy.tracker.bus_back(now)
         self._tick(now)
+
+
+def _itself(op: Op) -> Op:
+    return op
 
 
 def _signal(state: str, reason: str) -> Signal:

@@ -18,7 +18,7 @@ import operator
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import compress, count, pairwise, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from discovery.messages import Clear, Op, Remove, Store
 from engines.blocks import TOKEN_BYTES, block_key, block_keys, pack_keys, pack_tokens, root_seed
@@ -98,10 +98,11 @@ class _Held:
         deque(map(self.keys.pop, keys), maxlen=0)
         return keys
 
-    def clear(self) -> None:
-        """Nothing is held."""
-        self.keys.clear()
+    def clear(self) -> dict[int, int]:
+        """Nothing is held; what was."""
+        keys, self.keys = self.keys, {}
         self.again.clear()
+        return keys
 
 
 class _Copies:
@@ -201,6 +202,8 @@ class Translator:
         self.told_again = False
         """Whether the engine is being asked to tell what it holds: a block stored again is then taken for one told again, not for a further
         copy. What lies in two copies may so be given up with the first; counted, what was told twice would be held for ever."""
+        self.remains: list[dict[Any, Any]] = []
+        """What was held before it was last cleared; for whoever asked for that to take away and to free."""
         self.skipped: Counter[str] = Counter()
         """Events not used, by `SkipReason`; never reset."""
 
@@ -251,9 +254,9 @@ class Translator:
     def clear(self) -> list[Op]:
         """Forget what is held, as at the start of a new life of the engine's cache. Its block size may then change."""
         held = self.blocks > 0
+        self.remains += [copies.keys for copies in self._copies.values()]
         self._copies.clear()
-        for tier in self._held.values():
-            tier.clear()
+        self.remains += [tier.clear() for tier in self._held.values()]
         self._orphans = self._unknown_removals = 0
         self._odd_size = None
         return [Clear()] if held else []

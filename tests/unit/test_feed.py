@@ -274,7 +274,8 @@ class Waiting(Sent):
         self.batch(stored(100, 1, 2))  # after the first one, the block size is known and told
         self.take()
 
-    def ask(self) -> None:
+    def ask(self, feed: Feed) -> None:
+        assert feed is self.feed
         self.asked += 1
 
 
