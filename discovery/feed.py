@@ -77,7 +77,7 @@ class FeedCounts(msgspec.Struct):
     blocks: int = 0
     """Held now."""
     lag_s: float = 0.0
-    """From the latest batch's being made to its being read, by the clocks of both."""
+    """From the latest batch's being made to its being read, by the clocks of both; 0 before the first one that is no replay."""
 
 
 class FeedCopy(Protocol):
@@ -200,7 +200,8 @@ class Feed:
             self._become_partial("")
         self._heard += 1
         self._counts.batches += 1
-        self._counts.lag_s = self._wall() - batch.ts
+        if self._caught_up:
+            self._counts.lag_s = self._wall() - batch.ts
         changes = self._translator.apply(batch.events)
         self._tidy()
         if changes:
@@ -231,6 +232,7 @@ class Feed:
 
     def caught_up(self) -> None:
         """What the engine published before has been read, or is not to be had: from now on, all is told."""
+        self._counts.lag_s = 0.0  # what a replay brought is old, and no sign of a slow path
         if self._caught_up and not self._down:
             return
         self._begin_to_tell()

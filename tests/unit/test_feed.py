@@ -365,3 +365,15 @@ def test_the_digest_of_a_beacon_is_that_of_all_that_is_held() -> None:
         assert isinstance(beacon, Beacon)
         pairs = [digest_of(key, store.tier) for piece in sent.feed.held() for store in [piece()] for key in unpack_keys(store.keys)]
         assert (beacon.blocks, beacon.digest) == (len(pairs), functools.reduce(operator.xor, pairs, 0))
+
+
+def test_how_late_events_are_is_told_of_those_that_come_live_and_not_of_a_replay() -> None:
+    feed = Feed(Endpoint("http://e:1"), None, lambda: "life.0", None, wall=lambda: 1000.0)
+    feed.batch(KvBatch(10.0, 0, [stored(100, 1, 2)]))
+    assert feed.counts.lag_s == 0.0
+    feed.caught_up()
+    feed.batch(KvBatch(999.5, 0, [stored(101, 3, 4)]))
+    assert feed.counts.lag_s == 0.5
+    feed.batch(KvBatch(20.0, 0, [stored(102, 5, 6)]))
+    feed.caught_up()
+    assert feed.counts.lag_s == 0.0, "what came on a new connection before it had caught up was a replay's"
