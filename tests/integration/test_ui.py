@@ -64,6 +64,7 @@ async def test_U5_every_candidate_of_the_latest_decisions_is_shown_with_its_cost
         assert latest["overlap_tokens"] == latest["cached_tokens"] > 0
         assert latest["ttft_s"] is not None
         assert latest["completion_tokens"] == 8
+        assert state["late"]["itl"]["p50"] is not None
         assert state["troubles"] == []
         assert state["late"]["hit_rate"] == pytest.approx(state["late"]["expected_hit_rate"])
         assert sum(state["latency"]["requests"]) == 2
