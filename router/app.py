@@ -262,7 +262,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
 
 async def _state(view: View) -> dict[str, Any]:
     """What the live page shows of a router that is one process."""
-    return document({0: view.part()}, VERSION)
+    return document({0: await view.part()}, VERSION)
 
 
 def _share(whole: int, processes: int) -> int:

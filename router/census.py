@@ -42,6 +42,10 @@ class Census:
         self._mirror = mirror
         self._clock = clock
 
+    def ids(self) -> list[str]:
+        """Of every engine that is followed."""
+        return list(self._monitor.watched)
+
     def engines(self) -> list[dict[str, Any]]:
         """Every engine that is followed."""
         return [self.engine(engine_id) for engine_id in self._monitor.watched]

@@ -19,7 +19,6 @@ from tests.waiting import alongside, until
 
 CLIENTS = 6
 """Of each router that stays."""
-PAUSE_S = 0.05
 SAMPLES = 240
 CALM_WITHIN_S = 60.0
 COUNTERS = (
@@ -31,8 +30,8 @@ COUNTERS = (
 )
 
 
-async def soak(seconds: float, seed: int, folder: Path) -> Report:
-    """A storm of so many seconds, and what is left when it is over."""
+async def soak(seconds: float, seed: int, folder: Path, *, pause_s: float) -> Report:
+    """A storm of so many seconds, and what is left when it is over. `pause_s`: between two requests of a client, on the mean."""
     async with contextlib.AsyncExitStack() as stack:
         kinds = (EngineKind.VLLM, EngineKind.VLLM, EngineKind.SGLANG, EngineKind.VLLM)
         engines = [
@@ -57,7 +56,7 @@ async def soak(seconds: float, seed: int, folder: Path) -> Report:
         async with alongside(memory.run(seconds / SAMPLES)):
             async with asyncio.TaskGroup() as storm:
                 tasks = [storm.create_task(chaos.run(period_s=min(3.0, seconds / 15)))]
-                tasks += [storm.create_task(traffic.client(one.url, PAUSE_S)) for one in routers for _ in range(CLIENTS)]
+                tasks += [storm.create_task(traffic.client(one.url, pause_s)) for one in routers for _ in range(CLIENTS)]
                 await asyncio.sleep(seconds)
                 tasks[0].cancel()
                 await asyncio.gather(tasks[0], return_exceptions=True)
