@@ -35,6 +35,8 @@ from discovery.sync import Action, Apply, ClearAll, RequestSnapshot, StreamSync,
 from engines.types import Endpoint, EngineInfo, Tier
 
 TICK_S = 0.1
+AT_ONCE = 16
+"""Endpoints that are looked at in one pass of the loop."""
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
@@ -253,7 +255,11 @@ class Mirror:
         (self._on_bus_back if self._bus.connected else self._on_bus_lost)()
         try:
             while True:
-                self._tick(self._clock())
+                for number, copy in enumerate(tuple(self._copies.values()), 1):
+                    if self._copies.get(copy.endpoint) is copy:
+                        self._tick(copy, self._clock())
+                    if not number % AT_ONCE:
+                        await asyncio.sleep(0)  # others have their turn
                 await asyncio.sleep(TICK_S)
         finally:
             self._running = False
@@ -377,11 +383,10 @@ class Mirror:
                     reply = self._subjects.reply(self._name, endpoint, attempt)
                     self._bus.publish(self._subjects.snapshot(endpoint), _encode(SnapshotRequest(endpoint)), reply)
 
-    def _tick(self, now: float) -> None:
-        for copy in tuple(self._copies.values()):
-            if copy.tracker.publishes and self._bus.connected and not copy.local:
-                self._perform(copy, copy.sync.tick(now))
-            self._report(copy, now)
+    def _tick(self, copy: _Copy, now: float) -> None:
+        if copy.tracker.publishes and self._bus.connected and not copy.local:
+            self._perform(copy, copy.sync.tick(now))
+        self._report(copy, now)
 
     def _report(self, copy: _Copy, now: float) -> None:
         """One log line per change of state; the first one only when it is bad news, and not while the first copy is being made."""
@@ -405,7 +410,7 @@ class Mirror:
         for copy in self._copies.values():
             if not copy.local:
                 copy.tracker.bus_back(now)
-        self._tick(now)
+                self._perform(copy, copy.sync.tick(now) if copy.tracker.publishes else ())
 
 
 def _itself(op: Op) -> Op:
