@@ -203,7 +203,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=1,
-            description="Distinct cached blocks known at most, for each of device, host and disk; about 100 bytes each. Further ones look "
+            description="Distinct cached blocks known at most, for each of device, host and disk; 10 to 100 bytes each. Further ones look "
             "uncached, and are counted in `router_index_refused_total`.",
         ),
     ] = 20_000_000
