@@ -182,12 +182,12 @@ def prefill_leg_as_asked(kind: EngineKind, body: Fields, told: Told) -> bytes:
         kept |= {"max_tokens": 1, **once}
     else:
         kept["sampling_params"] = {"max_tokens" if kind is EngineKind.VLLM else "max_new_tokens": 1, **once}
-    return msgspec.json.encode({**kept, **told})
+    return msgspec.json.encode({**kept, **_beside_ids(body, told)})
 
 
 def decode_leg_as_asked(body: Fields, told: Told) -> bytes:
     """The client's own request, and where the other leg is."""
-    return msgspec.json.encode({**body, **told})
+    return msgspec.json.encode({**body, **_beside_ids(body, told)})
 
 
 def decode_leg(kind: EngineKind, ids: Raw, body: Fields, told: Told) -> bytes:
@@ -206,6 +206,14 @@ def decode_leg(kind: EngineKind, ids: Raw, body: Fields, told: Told) -> bytes:
     else:
         fields["token_ids"] = ids
     return msgspec.json.encode(fields)
+
+
+def _beside_ids(body: Fields, told: Told) -> Told:
+    """What a leg is told, beside the ids that a chat has there which goes on elsewhere: what clients put there never comes so far."""
+    name = "kv_transfer_params"
+    if name not in body or name not in told:
+        return told
+    return {**told, name: {**msgspec.json.decode(body[name], type=Fields), **told[name]}}
 
 
 class _Prefilled(msgspec.Struct):

@@ -138,3 +138,12 @@ def test_engines_own_routes_have_their_limit_in_the_sampling_parameters(kind: En
         "text": "x",
         "sampling_params": {limit: 1, "temperature": 0, "ignore_eos": True},
     }
+
+
+def test_a_chat_that_goes_on_elsewhere_keeps_the_ids_it_goes_on_from() -> None:
+    """Without them, both engines would begin the answer anew."""
+    body = fields({"messages": [], "kv_transfer_params": {"prompt_token_ids": [5, 6, 7]}})
+    there = msgspec.json.decode(prefill_leg_as_asked(EngineKind.VLLM, body, Nixl().prefill()))
+    here = msgspec.json.decode(decode_leg_as_asked(body, {"kv_transfer_params": NIXL_OFFER}))
+    assert there["kv_transfer_params"] == {"do_remote_decode": True, "prompt_token_ids": [5, 6, 7]}
+    assert here["kv_transfer_params"] == NIXL_OFFER | {"prompt_token_ids": [5, 6, 7]}
