@@ -52,7 +52,7 @@ def lines(pair: Pair) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def routed(pair: Pair, log: Path, *flags: str) -> AsyncIterator[Served]:
-    async with serve(lines(pair), log, *flags) as router:
+    async with serve(lines(pair), log, "--disagg", "always", *flags) as router:
         yield router
 
 

@@ -76,7 +76,7 @@ async def test_a_stream_that_no_engine_can_go_on_with_breaks_off() -> None:
         _, error = await broken(router, CHAT, text=TEXT)
         assert "no endpoint" in str(error["message"])
         assert await router.metric("router_resumes_total", outcome="no_engine") == 1
-        assert all(b"max_tokens\":1," in request.body for request in asked(there, COMPLETION))
+        assert all(b'max_tokens":1,' in request.body for request in asked(there, COMPLETION))
 
 
 @pytest.mark.parametrize("fault", [Fail(1), Scripted(status=500, body=b'{"error":{"message":"KV load failed"}}')], ids=["stream", "500"])
