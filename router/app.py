@@ -217,7 +217,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             )
         )
         roster = Roster(monitor, fleet, load)
-        census = Census(monitor=monitor, fleet=fleet, roster=roster, caches=caches, load=load, mirror=mirror, clock=clock)
+        census = Census(monitor=monitor, fleet=fleet, roster=roster, caches=caches, load=load, mirror=mirror, pairing=pairing, clock=clock)
         control = Admin(roster, census)
         view = View(
             recent=recent or Recent(),

@@ -438,7 +438,7 @@ class Proxy:
             fields["completion_tokens"], fields["cached_tokens"] = usage.completion_tokens, usage.cached_tokens
             self._metrics.cached(usage.cached_tokens or 0)
             if trip.choice is not None and not (trip.failure or (trip.resumption is not None and trip.resumption.times)):
-                self._chooser.ended(trip.choice, usage, trip.sent_at)
+                self._chooser.ended(trip.choice, usage, trip.sent_at, streamed=relay.streamed)
         if relay.stream_failed:
             trip.failure = trip.failure or "the engine reported an error in its stream"
 
