@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from engines.simulator.cache import Change
 from engines.simulator.hashes import BlockNamer
-from engines.simulator.scheduler import Prompt, Scheduler, Sequence, Token
+from engines.simulator.scheduler import Prompt, Scheduler, Sequence, Spoken, Token
+from engines.simulator.words import Words
 
 # A timer that fires late is caught up with, so that rates hold over a second; a loop that stood still longer is not.
 _CATCH_UP_S = 0.02
@@ -93,12 +94,13 @@ class Feed:
 class Core:
     """One engine's scheduler, driven by the loop's clock."""
 
-    def __init__(self, scheduler: Scheduler, namer: BlockNamer, publish: Callable[[list[Change]], None]) -> None:
+    def __init__(self, scheduler: Scheduler, namer: BlockNamer, words: Words, publish: Callable[[list[Change]], None]) -> None:
         self.scheduler = scheduler
         self.asleep = False
         self.exchange: Exchange | None = None
         """None for an engine that takes whole requests."""
         self._namer = namer
+        self._words = words
         self._publish = publish
         self._feeds: dict[Sequence, tuple[Feed, int]] = {}
         self._work = asyncio.Event()
@@ -106,7 +108,7 @@ class Core:
     @contextlib.contextmanager
     def generate(self, prompts: list[Prompt]) -> Iterator[Feed]:
         """Queue prompts; whatever has not ended when the block is left is aborted at once."""
-        sequences = [Sequence(prompt, self._namer.chain(prompt.salt, prompt.adapter)) for prompt in prompts]
+        sequences = [Spoken(prompt, self._namer.chain(prompt.salt, prompt.adapter), self._words) for prompt in prompts]
         feed = Feed(sequences)
         for index, sequence in enumerate(sequences):
             self._feeds[sequence] = (feed, index)

@@ -44,15 +44,33 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Sequence:
-    """One prompt under way: its tokens, its blocks, and how far it has come."""
+    """One prompt under way, of which only the length and the names of its blocks are known: its blocks, and how far it has come.
 
-    __slots__ = ("blocks", "cached", "chain", "computed", "done", "fetches", "preempted", "prompt", "spoiled", "stored", "tokens")
+    That is all there is in virtual time. Where tokens are to be told, it is a `Spoken` one.
+    """
 
-    def __init__(self, prompt: Prompt, chain: Chain) -> None:
+    __slots__ = (
+        "blocks",
+        "cached",
+        "computed",
+        "done",
+        "fetches",
+        "length",
+        "names",
+        "preempted",
+        "prompt",
+        "prompt_length",
+        "spoiled",
+        "stored",
+    )
+
+    def __init__(self, prompt: Prompt, length: int, names: list[int]) -> None:
+        """`names` are those of all full blocks it comes to have, generated ones included, or grow with it."""
         self.prompt = prompt
-        self.chain = chain
-        self.tokens = array("I", prompt.tokens)
-        """The prompt and what has been generated."""
+        self.prompt_length = length
+        self.length = length
+        """Tokens of the prompt, and those generated."""
+        self.names = names
         self.blocks: list[int] = []
         self.computed = 0
         """Tokens whose KV is there."""
@@ -70,12 +88,55 @@ class Sequence:
     @property
     def generated(self) -> int:
         """Tokens generated so far."""
-        return len(self.tokens) - len(self.prompt.tokens)
+        return self.length - self.prompt_length
 
     @property
     def prefilled(self) -> bool:
         """Whether the whole prompt has been computed."""
-        return self.computed >= len(self.prompt.tokens)
+        return self.computed >= self.prompt_length
+
+    def gain(self) -> int:
+        """One more token is generated; which."""
+        self.length += 1
+        return 0
+
+    def told(self, first: int, last: int) -> tuple[int, ...]:  # noqa: ARG002 - they have no tokens
+        """The tokens from position `first` to before `last`, as events tell them."""
+        return ()
+
+    def difference(self, given: Contents, size: int) -> int:  # noqa: ARG002 - nothing is given
+        """How what is `given` for the last blocks of its prompt differs from what they are: see `handover.difference`."""
+        return 0
+
+
+class Spoken(Sequence):
+    """A sequence with its tokens."""
+
+    __slots__ = ("_words", "chain", "tokens")
+
+    def __init__(self, prompt: Prompt, chain: Chain, words: Words) -> None:
+        super().__init__(prompt, len(prompt.tokens), chain.names)
+        self.chain = chain
+        self.tokens = array("I", prompt.tokens)
+        """The prompt and what has been generated."""
+        self._words = words
+        chain.extend(self.tokens)
+
+    def gain(self) -> int:
+        """The token that follows from all before it."""
+        token = self._words.following(self.tokens, self.prompt.seed ^ self.spoiled)
+        self.tokens.append(token)
+        self.length += 1
+        self.chain.extend(self.tokens)
+        return token
+
+    def told(self, first: int, last: int) -> tuple[int, ...]:
+        """See `Sequence.told`."""
+        return tuple(self.tokens[first:last])
+
+    def difference(self, given: Contents, size: int) -> int:
+        """See `Sequence.difference`."""
+        return difference(given, contents(self.prompt.tokens, size, self.prompt.adapter)[self.stored :])
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -83,6 +144,8 @@ class Step(msgspec.Struct, frozen=True):
 
     work: tuple[tuple[Sequence, int], ...]
     duration_s: float
+    decoding: int
+    """How many of them have computed their prompt."""
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -124,7 +187,6 @@ class Scheduler:
         cache: BlockCache,
         timing: Timing,
         limits: Limits,
-        words: Words,
         *,
         stores_generated_at_end: bool = False,
         prefix_caching: bool = True,
@@ -138,7 +200,6 @@ class Scheduler:
         self._to_fetch: list[Sequence] = []
         self._timing = timing
         self._limits = limits
-        self._words = words
         self._stores_generated_at_end = stores_generated_at_end
         self._prefix_caching = prefix_caching
 
@@ -149,7 +210,6 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        sequence.chain.extend(sequence.tokens)
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> bool:
@@ -177,9 +237,8 @@ class Scheduler:
     def fetched(self, sequence: Sequence, given: Contents, cached: int | None = None) -> None:
         """The missing KV has come, with these contents; all but the last token is computed then. `cached`: what the other engine had cached."""
         self._count(sequence)
-        length = len(sequence.prompt.tokens)
-        wanted = contents(sequence.prompt.tokens, self.cache.block_size, sequence.prompt.adapter)
-        if spoiled := difference(given, wanted[sequence.stored :]):
+        length = sequence.prompt_length
+        if spoiled := sequence.difference(given, self.cache.block_size):
             sequence.spoiled = spoiled
             self.cache.spoil(sequence.blocks[sequence.stored :], spoiled)
         self.counters.fetched += length - sequence.computed
@@ -206,7 +265,7 @@ class Scheduler:
         work: list[tuple[Sequence, int]] = []
         preemptions = self.counters.preemptions
         for sequence in list(self.running):
-            count = min(len(sequence.tokens) - sequence.computed, budget)
+            count = min(sequence.length - sequence.computed, budget)
             if count and sequence in self.running and self._grow(sequence, count):
                 work.append((sequence, count))
                 budget -= count
@@ -226,9 +285,35 @@ class Scheduler:
         work = [(sequence, count) for sequence, count in work if sequence in self.running]
         if not work:
             return None
-        prefill = sum(count for sequence, count in work if not sequence.prefilled)
-        decoding = sum(1 for sequence, _ in work if sequence.prefilled)
-        return Step(tuple(work), self._timing.step_s(prefill, decoding))
+        prefill = decoding = read = 0
+        for sequence, count in work:
+            read += sequence.computed
+            if sequence.computed >= sequence.prompt_length:
+                decoding += 1
+            else:
+                prefill += count
+        return Step(tuple(work), self._timing.step_s(prefill, decoding, read), decoding)
+
+    def alike(self, step: Step) -> int:
+        """How many steps will be like this one, itself included, if nothing is submitted or aborted meanwhile.
+
+        Such steps only decode. Nobody ends and no block is taken before the last one is over, so nobody who waits could be let in either.
+        Runtime complexity: O(sequences).
+        """
+        if step.decoding < len(step.work) or any(count > 1 for _, count in step.work):  # one that was preempted computes several again
+            return 1
+        size = self.cache.block_size
+        return min(
+            min(sequence.prompt.limit - sequence.length + sequence.prompt_length, len(sequence.blocks) * size - sequence.computed)
+            for sequence, _ in step.work
+        )
+
+    def skip(self, step: Step, times: int) -> None:
+        """The step has been done `times` times; less often than they are `alike`. Runtime complexity: O(sequences)."""
+        for sequence, _ in step.work:
+            sequence.computed += times
+            sequence.length += times
+        self.counters.generated += times * len(step.work)
 
     def complete(self, step: Step) -> list[tuple[Sequence, int]]:
         """Note that a step is over: blocks stored, and the token each sequence that reached its end gained."""
@@ -238,10 +323,8 @@ class Scheduler:
                 continue
             sequence.computed += count
             self._store(sequence)
-            if sequence.computed == len(sequence.tokens):
-                token = self._words.following(sequence.tokens, sequence.prompt.seed ^ sequence.spoiled)
-                sequence.tokens.append(token)
-                sequence.chain.extend(sequence.tokens)
+            if sequence.computed == sequence.length:
+                token = sequence.gain()
                 self.counters.generated += 1
                 if sequence.generated >= sequence.prompt.limit:
                     self._finish(sequence)
@@ -252,12 +335,12 @@ class Scheduler:
         """Give a waiting sequence its blocks for a first chunk, or for all it is to fetch; returns its tokens, 0 when there is no room."""
         size = self.cache.block_size
         if sequence.blocks:  # that was fetched, or failed to be
-            return min(len(sequence.tokens) - sequence.computed, budget)
+            return min(sequence.length - sequence.computed, budget)
         # The last token is always computed: its logits are what the first new token is sampled from.
-        findable = (len(sequence.tokens) - 1) // size if self._prefix_caching else 0
-        hits = self.cache.match(sequence.chain.names[:findable])
+        findable = (sequence.length - 1) // size if self._prefix_caching else 0
+        hits = self.cache.match(sequence.names[:findable])
         found = len(hits) * size
-        count = len(sequence.tokens) - found
+        count = sequence.length - found
         if not sequence.fetches:
             count = min(count, budget)
         fresh = -(-(found + count) // size) - len(hits)
@@ -277,7 +360,7 @@ class Scheduler:
     def _count(self, sequence: Sequence) -> None:
         """Count what of a prompt was found in the cache."""
         sequence.cached = sequence.computed
-        self.counters.queries += len(sequence.prompt.tokens)
+        self.counters.queries += sequence.prompt_length
         self.counters.hits += sequence.computed
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
@@ -300,7 +383,7 @@ class Scheduler:
         if not self._stores_generated_at_end:
             self._announce(sequence, sequence.computed)
         elif sequence.prefilled:
-            self._announce(sequence, len(sequence.prompt.tokens))
+            self._announce(sequence, sequence.prompt_length)
 
     def _announce(self, sequence: Sequence, tokens: int) -> None:
         """Name the full blocks among the first `tokens` that have no name yet."""
@@ -312,11 +395,11 @@ class Scheduler:
 
     def _run(self, sequence: Sequence, first: int, last: int) -> Stored:
         """A sequence's blocks from `first` to before `last`, as they are announced."""
-        size, names = self.cache.block_size, sequence.chain.names
+        size, names = self.cache.block_size, sequence.names
         return Stored(
             names=tuple(names[first:last]),
             parent=names[first - 1] if first else None,
-            tokens=tuple(sequence.tokens[first * size : last * size]),
+            tokens=sequence.told(first * size, last * size),
             salt=sequence.prompt.salt,
             adapter=sequence.prompt.adapter,
             session=sequence.prompt.session,
