@@ -216,18 +216,18 @@ class Replay:
 
     def _tell(self, engine: _Engine, changes: list[Change]) -> None:
         """Events reach the index."""
-        held, endpoint = engine.held, engine.endpoint
-        for change in changes:
-            match change:
-                case Stored(names):
-                    if new := [name for name in names if held.add(name)]:
-                        self._caches.store(endpoint, Tier.DEVICE, new)
-                case Removed(name):
-                    if gone := held.take([name]):
-                        self._caches.remove(endpoint, Tier.DEVICE, gone)
-                case Cleared():
-                    held.clear()
-                    self._caches.clear(endpoint)
+        held, endpoint, caches = engine.held, engine.endpoint, self._caches
+        for kind, alike in itertools.groupby(changes, type):
+            if kind is Removed:
+                if gone := held.take([change.name for change in alike if isinstance(change, Removed)]):
+                    caches.remove(endpoint, Tier.DEVICE, gone)
+            elif kind is Stored:
+                names = itertools.chain.from_iterable(change.names for change in alike if isinstance(change, Stored))
+                if new := [name for name in names if held.add(name)]:
+                    caches.store(endpoint, Tier.DEVICE, new)
+            else:
+                held.clear()
+                caches.clear(endpoint)
 
     def _report(self, engine: _Engine) -> None:
         """What the engine says of itself."""
