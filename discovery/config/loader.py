@@ -104,12 +104,14 @@ def _read_flags(known: Sequence[Option], argv: Sequence[str]) -> tuple[dict[str,
     """What the flags give, the file and the check they ask for, and what is wrong with them."""
     by_flag = {option.flag: option for option in known}
     negated = {option.negated_flag: option for option in known if option.negated_flag}
+    unnamed = next((option for option in known if option.positional), None)
     given: dict[str, _Given] = {}
     items: defaultdict[str, list[str]] = defaultdict(list)
     config_file, check_only, problems = None, False, list[str]()
     rest = list(argv)
     while rest:
-        flag, equals, value = rest.pop(0).partition("=")
+        argument = rest.pop(0)
+        flag, equals, value = argument.partition("=")
         if flag == CHECK_FLAG and not equals:
             check_only = True
         elif flag in by_flag and by_flag[flag].is_switch and not equals:
@@ -130,8 +132,10 @@ def _read_flags(known: Sequence[Option], argv: Sequence[str]) -> tuple[dict[str,
                 given[by_flag[flag].key] = _Given(items[by_flag[flag].key], flag, strict=False)
         elif flag.startswith("-"):
             problems.append(f"unknown option {flag}" + nearest(flag, [*by_flag, *negated, CONFIG_FLAG, CHECK_FLAG]))
+        elif unnamed is not None and unnamed.key not in given:
+            given[unnamed.key] = _Given(argument, unnamed.path[-1].upper(), strict=False)
         else:
-            problems.append(f"unexpected argument {flag!r}: every option has a name, --NAME VALUE")
+            problems.append(f"unexpected argument {argument!r}: every {'other ' if unnamed else ''}option has a name, --NAME VALUE")
     return given, config_file, check_only, problems
 
 
