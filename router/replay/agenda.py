@@ -12,7 +12,8 @@ class Agenda:
     >>> agenda, seen = Agenda(), []
     >>> agenda.at(2.0, lambda: seen.append(agenda.now))
     >>> agenda.at(1.0, lambda: agenda.at(1.5, lambda: seen.append(agenda.now)))
-    >>> agenda.run()
+    >>> while agenda.step():
+    ...     pass
     >>> seen
     [1.5, 2.0]
     """
@@ -27,9 +28,10 @@ class Agenda:
         self._count += 1
         heapq.heappush(self._heap, (max(moment, self.now), self._count, call))
 
-    def run(self, until: Callable[[], bool] | None = None) -> None:
-        """Call everything in its turn, to the end or until that is true."""
-        heap = self._heap
-        while heap and not (until is not None and until()):
-            self.now, _, call = heapq.heappop(heap)
-            call()
+    def step(self) -> bool:
+        """Call what is next; False where there is nothing."""
+        if not self._heap:
+            return False
+        self.now, _, call = heapq.heappop(self._heap)
+        call()
+        return True

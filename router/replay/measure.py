@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engines.virtual.engine import Pace
+from engines.virtual.models import EngineModel
 
 
 class Targets(msgspec.Struct, frozen=True):
@@ -29,6 +30,8 @@ class Served(msgspec.Struct):
     e2e_s: float | None = None
     shed: str = ""
     """Why it was turned away."""
+    failed: str = ""
+    """What broke it off, or kept it from being served."""
 
     def good(self, targets: Targets) -> bool:
         """Whether it met the targets."""
@@ -82,12 +85,18 @@ class Run(msgspec.Struct, frozen=True):
     """Share of requests that met the targets."""
     shed: float
     """Share of requests turned away."""
+    failed: float
+    """Share of requests that an engine's failure ended."""
     balance: float
     """Time that the busiest engine computed, over the mean."""
-    utilisation: float
-    """Share of the time that engines computed."""
+    busy: float
+    """Share of the engines' time in which they computed anything."""
+    engine_s: float
+    """Engines' time that was paid for, starting and draining included."""
     duration_s: float
     """From the first arrival to the last token."""
+    slowdown: float
+    """Mean TTFT over what it would be if no prompt ever waited: 1 is an idle fleet."""
 
 
 class Tally:
@@ -95,7 +104,8 @@ class Tally:
 
     def __init__(self) -> None:
         self.served: list[Served] = []
-        self.busy_s: list[float] = []
+        self._ended_at = 0.0
+        self._engines: list[tuple[float, float, float]] = []
         self._gaps: list[float] = []
         self._counts: list[int] = []
 
@@ -104,21 +114,28 @@ class Tally:
         self._gaps.append(pace.seconds / pace.steps)
         self._counts.append(pace.steps * pace.sequences)
 
-    def run(self, workload: str, policy: str, speed: float, seed: int, targets: Targets) -> Run:  # noqa: PLR0913, PLR0917  what a run is called
+    def ended(self, now: float, engines: list[tuple[float, float, float]]) -> None:
+        """The run is over; of each engine, when it joined and left, and how long it has computed."""
+        self._ended_at, self._engines = now, engines
+
+    def run(self, workload: str, policy: str, speed: float, seed: int, targets: Targets, model: EngineModel) -> Run:  # noqa: PLR0913, PLR0917  what a run is called
         """What it comes to."""
         done = [served for served in self.served if served.e2e_s is not None and served.ttft_s is not None]
         begin = min((served.at_s for served in self.served), default=0.0)
-        duration_s = max((served.at_s + (served.e2e_s or 0.0) for served in done), default=0.0) - begin
+        duration_s = max((served.at_s + (served.e2e_s or 0.0) for served in done), default=begin) - begin
+        busy_s = [busy for _, _, busy in self._engines]
+        engine_s = sum(left - joined for joined, left, _ in self._engines)
         prompts = sum(served.prompt_tokens for served in done)
         good = sum(served.good(targets) for served in done)
         count = len(self.served)
-        mean_busy = sum(self.busy_s) / len(self.busy_s) if self.busy_s else 0.0
+        alone = sum(model.step_s + (served.prompt_tokens - served.cached_tokens) * model.prefill_token_s for served in done)
+        mean_busy = sum(busy_s) / len(busy_s) if busy_s else 0.0
         return Run(
             workload=workload,
             policy=policy,
             speed=speed,
             seed=seed,
-            engines=len(self.busy_s),
+            engines=len(busy_s),
             requests=count,
             ttft_s=spread([served.ttft_s or 0.0 for served in done]),
             itl_s=spread(self._gaps, self._counts),
@@ -127,7 +144,10 @@ class Tally:
             goodput=good / duration_s if duration_s else 0.0,
             good=good / count if count else 0.0,
             shed=sum(bool(served.shed) for served in self.served) / count if count else 0.0,
-            balance=max(self.busy_s) / mean_busy if mean_busy else 1.0,
-            utilisation=mean_busy / duration_s if duration_s else 0.0,
+            failed=sum(bool(served.failed) for served in self.served) / count if count else 0.0,
+            balance=max(busy_s) / mean_busy if mean_busy else 1.0,
+            busy=sum(busy_s) / engine_s if engine_s else 0.0,
+            engine_s=engine_s,
             duration_s=duration_s,
+            slowdown=sum(served.ttft_s or 0.0 for served in done) / alone if alone else 1.0,
         )

@@ -33,6 +33,10 @@ class Workload(msgspec.Struct, frozen=True):
     bin_s: float = 0.0
     """How coarse its times are: a request may have come anywhere in so many seconds from its own."""
 
+    def first(self, requests: int | None) -> Workload:
+        """The first so many of them."""
+        return self if requests is None else msgspec.structs.replace(self, arrivals=self.arrivals[:requests])
+
 
 def timed(workload: Workload, speed: float, *, jitter: random.Random | None = None) -> Iterator[tuple[float, Arrival]]:
     """When each request comes at `speed` × the workload's clock, in order; spread over its bin where there is a `jitter`."""
