@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from router.intake import Asked
 
 
-
 class Gate(Entrance):
     """The entrance, and those who wait before it. `run` must be running for them to be looked after."""
 

@@ -104,7 +104,6 @@ def _read_flags(known: Sequence[Option], argv: Sequence[str]) -> tuple[dict[str,
     """What the flags give, the file and the check they ask for, and what is wrong with them."""
     by_flag = {option.flag: option for option in known}
     negated = {option.negated_flag: option for option in known if option.negated_flag}
-    unnamed = next((option for option in known if option.positional), None)
     given: dict[str, _Given] = {}
     items: defaultdict[str, list[str]] = defaultdict(list)
     config_file, check_only, problems = None, False, list[str]()
@@ -132,11 +131,18 @@ def _read_flags(known: Sequence[Option], argv: Sequence[str]) -> tuple[dict[str,
                 given[by_flag[flag].key] = _Given(items[by_flag[flag].key], flag, strict=False)
         elif flag.startswith("-"):
             problems.append(f"unknown option {flag}" + nearest(flag, [*by_flag, *negated, CONFIG_FLAG, CHECK_FLAG]))
-        elif unnamed is not None and unnamed.key not in given:
-            given[unnamed.key] = _Given(argument, unnamed.path[-1].upper(), strict=False)
         else:
-            problems.append(f"unexpected argument {argument!r}: every {'other ' if unnamed else ''}option has a name, --NAME VALUE")
+            _read_unnamed(known, argument, given, problems)
     return given, config_file, check_only, problems
+
+
+def _read_unnamed(known: Sequence[Option], argument: str, given: dict[str, _Given], problems: list[str]) -> None:
+    """The one argument that has no name, where the command takes one."""
+    option = next((option for option in known if option.positional), None)
+    if option is not None and option.key not in given:
+        given[option.key] = _Given(argument, option.path[-1].upper(), strict=False)
+    else:
+        problems.append(f"unexpected argument {argument!r}: every {'other ' if option else ''}option has a name, --NAME VALUE")
 
 
 def _read_environment(

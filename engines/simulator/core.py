@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from engines.simulator.cache import Change
 from engines.simulator.hashes import BlockNamer
-from engines.simulator.scheduler import Prompt, Scheduler, Sequence, Spoken, Token
+from engines.simulator.scheduler import Scheduler, Token
+from engines.simulator.sequences import Prompt, Sequence, Spoken
 from engines.simulator.words import Words
 
 # A timer that fires late is caught up with, so that rates hold over a second; a loop that stood still longer is not.
@@ -54,7 +55,7 @@ class Feed:
 
     __slots__ = ("_arrived", "_failure", "_waiting", "left", "sequences")
 
-    def __init__(self, sequences: list[Sequence]) -> None:
+    def __init__(self, sequences: list[Spoken]) -> None:
         self.sequences = sequences
         self.left = len(sequences)
         """Sequences that have not ended."""
@@ -132,7 +133,7 @@ class Core:
         """Tell the last token of a sequence to whoever waits for it."""
         if sequence in self._feeds:
             feed, index = self._feeds[sequence]
-            feed.put(Token(index, sequence.tokens[-1], last=sequence.done))
+            feed.put(Token(index, feed.sequences[index].tokens[-1], last=sequence.done))
 
     def fail(self, sequence: Sequence, message: str) -> None:
         """End a sequence, and its request, in an error."""

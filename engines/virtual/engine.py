@@ -15,7 +15,8 @@ from collections.abc import Callable
 import msgspec
 
 from engines.simulator.cache import BlockCache, Change
-from engines.simulator.scheduler import Limits, Scheduler, Sequence, Step
+from engines.simulator.scheduler import Limits, Scheduler, Step
+from engines.simulator.sequences import Sequence
 from engines.simulator.timing import Timing
 
 

@@ -1,6 +1,6 @@
 """When has a transfer arrived? A link carries so many bytes per second, shared equally by what is under way.
 
-    each transfer has been given `each` bytes since the link came to be; one that began at `each = e` and is of size s ends at e + s
+each transfer has been given `each` bytes since the link came to be; one that began at `each = e` and is of size s ends at e + s
 """
 
 from __future__ import annotations

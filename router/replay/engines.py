@@ -23,7 +23,7 @@ from discovery.signal import LIVE, UNPUBLISHED, Signal
 from discovery.translate import Held
 from engines.kv_bytes import KvShape
 from engines.simulator.cache import Change, Removed, Stored
-from engines.simulator.scheduler import Sequence
+from engines.simulator.sequences import Sequence
 from engines.types import Connector, Endpoint, EngineInfo, EngineKind, EngineSpec, KvSource, Model, Role, Tier
 from engines.virtual.engine import Pace, VirtualEngine
 from engines.virtual.link import Link

@@ -118,7 +118,7 @@ class Tally:
         """The run is over; of each engine, when it joined and left, and how long it has computed."""
         self._ended_at, self._engines = now, engines
 
-    def run(self, workload: str, policy: str, speed: float, seed: int, targets: Targets, model: EngineModel) -> Run:  # noqa: PLR0913, PLR0917  what a run is called
+    def run(self, workload: str, policy: str, speed: float, seed: int, targets: Targets, model: EngineModel) -> Run:
         """What it comes to."""
         done = [served for served in self.served if served.e2e_s is not None and served.ttft_s is not None]
         begin = min((served.at_s for served in self.served), default=0.0)

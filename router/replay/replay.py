@@ -82,7 +82,9 @@ class Replay:
         entrance = Entrance(chooser, setting.limits, _NAMES, waited=lambda _: None, clock=clock)
         self._engines = Engines(hardware, agenda, fleet, caches, load, pairing, paced=self.tally.paced)
         self._trips = Trips(agenda, self._engines, entrance, chooser, self.tally)
-        self._scaling = None if scaler is None else Scaling(scaler, agenda, self._engines, load, self.tally, waiting=lambda: self._trips.waiting)
+        self._scaling = (
+            None if scaler is None else Scaling(scaler, agenda, self._engines, load, self.tally, waiting=lambda: self._trips.waiting)
+        )
         self._all_came = False
 
     def run(self, arrivals: Iterator[tuple[float, Arrival]]) -> Iterator[int]:
@@ -99,7 +101,9 @@ class Replay:
             if len(self.tally.served) >= told + _A_SLICE:
                 told = len(self.tally.served)
                 yield told
-        self.tally.ended(agenda.now, [(engine.joined_at, min(agenda.now, engine.left_at), engine.busy_s) for engine in self._engines.all.values()])
+        self.tally.ended(
+            agenda.now, [(engine.joined_at, min(agenda.now, engine.left_at), engine.busy_s) for engine in self._engines.all.values()]
+        )
         yield len(self.tally.served)
 
     def _next(self, arrivals: Iterator[tuple[float, Arrival]]) -> None:

@@ -64,7 +64,9 @@ class Scaler(Protocol):
 class Scaling:
     """Has a scaler's wishes come true."""
 
-    def __init__(self, scaler: Scaler, agenda: Agenda, engines: Engines, load: LoadBook, tally: Tally, *, waiting: Callable[[], int]) -> None:
+    def __init__(
+        self, scaler: Scaler, agenda: Agenda, engines: Engines, load: LoadBook, tally: Tally, *, waiting: Callable[[], int]
+    ) -> None:
         self._scaler = scaler
         self._agenda = agenda
         self._engines = engines

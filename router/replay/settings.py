@@ -107,7 +107,9 @@ class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     prefill_engines: Annotated[
         int, Meta(ge=0, description="So many of the engines compute prompts, and the others go on from them; 0: every engine does both.")
     ] = 0
-    link: Annotated[Text, Meta(description="What a prefill engine's KV cache is carried over: a name such as `100GbE`, or a rate.")] = "100GbE"
+    link: Annotated[Text, Meta(description="What a prefill engine's KV cache is carried over: a name such as `100GbE`, or a rate.")] = (
+        "100GbE"
+    )
     kv_bytes_per_token: Annotated[Whole, Meta(description="Bytes of KV cache that a token takes on the way.")] = 131_072
     disagg: Annotated[Mode, Meta(description="When a prompt is computed by a prefill engine, as for `commutator serve`.")] = Mode.ALWAYS
     fail: Annotated[
@@ -127,7 +129,9 @@ class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ] = 0.0
     ttft_target_s: Annotated[Positive, Meta(description="Time to first token of a request that counts as good.")] = 2.0
     itl_target_ms: Annotated[Positive, Meta(description="Mean time between its tokens.")] = 50.0
-    json: Annotated[Text | None, Meta(description="File to write every run to, as a JSON array; `-` for stdout, instead of the table.")] = None
+    json: Annotated[Text | None, Meta(description="File to write every run to, as a JSON array; `-` for stdout, instead of the table.")] = (
+        None
+    )
     page: Annotated[
         Text | None, Meta(description="Folder to write plots of goodput and TTFT against load to, and a page that shows them.")
     ] = None
@@ -138,8 +142,15 @@ class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             yield Complaint("trace", f"what to replay is needed: a .jsonl or .csv file, or one of {', '.join(GENERATORS)}")
         elif self.trace not in GENERATORS and not self.trace.endswith((".jsonl", ".csv")):
             yield Complaint("trace", f"{self.trace!r} is neither a .jsonl or .csv file nor one of {', '.join(GENERATORS)}")
-        if any(speed <= 0 for speed in self.speeds):
+        if min(self.speeds) <= 0:
             yield Complaint("speed", "must be more than 0")
+        if not self.names:
+            yield Complaint("policies", "names no policy")
+        yield from self._check_engines()
+        yield from self._check_blocks()
+        yield from self._without_effect(given)
+
+    def _check_engines(self) -> Iterator[Complaint]:
         if len(self.engine.slower()) > self.engines:
             yield Complaint("engine.uneven", f"names {len(self.engine.slower())} engines, of {self.engines} in all")
         if any(speed <= 0 for speed in self.engine.slower()):
@@ -147,20 +158,21 @@ class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         for number, _, _ in self.failures:
             if number >= self.engines:
                 yield Complaint("fail", f"there is no engine {number}: they are numbered from 0 to {self.engines - 1}")
-        if self.jitter and self.trace in GENERATORS:
-            yield Complaint("jitter", "has no effect on generated traffic, whose times are exact")
         if self.prefill_engines >= self.engines:
             yield Complaint("prefill_engines", "leaves no engine to go on from the prompts")
+        try:
+            parse_link(self.link)
+        except UnknownLink as error:
+            yield Complaint("link", str(error))
+
+    def _without_effect(self, given: frozenset[str]) -> Iterator[Complaint]:
+        if self.jitter and self.trace in GENERATORS:
+            yield Complaint("jitter", "has no effect on generated traffic, whose times are exact")
         for key in ("link", "disagg", "kv_bytes_per_token"):
             if key in given and not self.prefill_engines:
                 yield Complaint(key, "has no effect without prefill_engines")
         if "event_delay_ms" in given and not self.kv_events:
             yield Complaint("event_delay_ms", "has no effect without kv_events")
-        try:
-            parse_link(self.link)
-        except UnknownLink as error:
-            yield Complaint("link", str(error))
-        yield from self._check_blocks()
 
     def _check_blocks(self) -> Iterator[Complaint]:
         size = self.blocks_of

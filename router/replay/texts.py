@@ -1,7 +1,7 @@
 """Which blocks do two texts share that do not exist? A text is pieces of known lengths; those that begin with equal pieces have equal keys so far.
 
-    system prompt (piece 7, 40 tokens) + question (piece 8, 30 tokens), in blocks of 16
-    [ 7:0-16 ][ 7:16-32 ][ 7:32-40 8:0-8 ][ 8:8-24 ]  8:24-30      each key is the hash of the key before it and what is in the block
+system prompt (piece 7, 40 tokens) + question (piece 8, 30 tokens), in blocks of 16
+[ 7:0-16 ][ 7:16-32 ][ 7:32-40 8:0-8 ][ 8:8-24 ]  8:24-30      each key is the hash of the key before it and what is in the block
 """
 
 from __future__ import annotations
@@ -47,5 +47,5 @@ class Text:
     def copy(self) -> Text:
         """Another that goes on from here."""
         other = Text(self._block_size)
-        other.keys, other.tokens, other._open, other._room = list(self.keys), self.tokens, self._open, self._room  # noqa: SLF001 - its own class
+        other.keys, other.tokens, other._open, other._room = list(self.keys), self.tokens, self._open, self._room
         return other

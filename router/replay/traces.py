@@ -80,7 +80,7 @@ def read_table(lines: Iterable[str], name: str, block_size: int) -> Workload:
 
 def bin_of(times: list[float]) -> float:
     """How coarse these times are, in seconds: the commonest step between two that differ."""
-    steps = Counter(round(after - before, 1) for before, after in zip(times, times[1:], strict=False) if after > before)
+    steps = Counter(round(after - before, 1) for before, after in itertools.pairwise(times) if after > before)
     return steps.most_common(1)[0][0] if steps else 0.0
 
 

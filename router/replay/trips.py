@@ -1,8 +1,8 @@
 """What becomes of each request? The life that the proxy gives it, without its bytes.
 
-    arrive ─▶ entrance ─▶ chooser ─▶ engine ──────────────────────────────▶ first token ─▶ last token ─▶ place given back
-                 ▲                    └─ or prefill engine ─ link ─ decode engine ─┘
-                 └── elsewhere, where `retry` allows it ◀── the engine has failed
+arrive ─▶ entrance ─▶ chooser ─▶ engine ──────────────────────────────▶ first token ─▶ last token ─▶ place given back
+             ▲                    └─ or prefill engine ─ link ─ decode engine ─┘
+             └── elsewhere, where `retry` allows it ◀── the engine has failed
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 from engines.errors import EngineBroken, EngineClosed, EngineError, EngineUnreachable
 from engines.simulator.handover import Fetch, Keep
-from engines.simulator.scheduler import Prompt, Sequence
+from engines.simulator.sequences import Prompt, Sequence
 from router.admission import Shed
 from router.chooser import Choice, Chooser
 from router.disagg import Facts
@@ -130,7 +130,9 @@ class Trips:
 
     def lost(self, engine: Engine) -> None:
         """The engine has been killed: what it was doing is tried elsewhere, where nothing has been answered yet."""
-        for trip in [trip for trip in self.under_way.values() if trip.engine is engine or (trip.kept is not None and trip.kept[0] is engine)]:
+        for trip in [
+            trip for trip in self.under_way.values() if trip.engine is engine or (trip.kept is not None and trip.kept[0] is engine)
+        ]:
             begun = trip.served.ttft_s is not None
             self._set_back(trip, EngineBroken("it was killed") if begun else EngineClosed("it was killed"), engine)
 

@@ -1,12 +1,12 @@
 """What is replayed? Requests: when each comes, how long its prompt and answer are, and which blocks the prompt shares with others.
 
-    keys    [ k0 k1 k2 ][ k3 … ]         k0 k1 k2: the prompt's full blocks; from k3 on, blocks that its answer fills, where known
+keys    [ k0 k1 k2 ][ k3 … ]         k0 k1 k2: the prompt's full blocks; from k3 on, blocks that its answer fills, where known
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -41,7 +41,7 @@ class Workload(msgspec.Struct, frozen=True):
 def timed(workload: Workload, speed: float, *, jitter: random.Random | None = None) -> Iterator[tuple[float, Arrival]]:
     """When each request comes at `speed` × the workload's clock, in order; spread over its bin where there is a `jitter`."""
     times = [arrival.at_s for arrival in workload.arrivals]
-    order = range(len(times))
+    order: Sequence[int] = range(len(times))
     if jitter is not None and workload.bin_s > 0:
         times = [at + jitter.random() * workload.bin_s for at in times]
         order = sorted(order, key=times.__getitem__)

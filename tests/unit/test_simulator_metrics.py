@@ -8,7 +8,8 @@ from engines.metrics import CacheConfig, EngineLoad, read_boot, read_cache_confi
 from engines.simulator.cache import BlockCache
 from engines.simulator.hashes import BlockNamer
 from engines.simulator.metrics import page
-from engines.simulator.scheduler import Limits, Prompt, Scheduler, Spoken
+from engines.simulator.scheduler import Limits, Scheduler
+from engines.simulator.sequences import Prompt, Spoken
 from engines.simulator.timing import Timing
 from engines.simulator.words import Words
 from engines.types import EngineKind

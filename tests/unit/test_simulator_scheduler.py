@@ -9,7 +9,8 @@ import pytest
 from engines.simulator.cache import BlockCache, Removed, Stored
 from engines.simulator.handover import Fetch, Handover, Keep, contents
 from engines.simulator.hashes import BlockNamer
-from engines.simulator.scheduler import Limits, Prompt, Scheduler, Spoken
+from engines.simulator.scheduler import Limits, Scheduler
+from engines.simulator.sequences import Prompt, Sequence, Spoken
 from engines.simulator.timing import Timing
 from engines.simulator.words import Words
 from engines.types import EngineKind
@@ -44,7 +45,7 @@ class Played:
         self.scheduler.submit(sequence)
         return sequence
 
-    def step(self) -> list[tuple[Spoken, int]] | None:
+    def step(self) -> list[tuple[Sequence, int]] | None:
         planned = self.scheduler.plan()
         if planned is None:
             return None
