@@ -31,6 +31,8 @@ class Step(msgspec.Struct, frozen=True):
     duration_s: float
     decoding: int
     """How many of them have computed their prompt."""
+    steady: bool
+    """Whether all do, by one token each, and all that could be let in have been."""
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -177,7 +179,9 @@ class Scheduler:
                 decoding += 1
             else:
                 prefill += count
-        return Step(tuple(work), self._timing.step_s(prefill, decoding, read), decoding)
+        # One that was preempted may compute several tokens again; and after a preemption nobody has been let in who might be now.
+        steady = len(work) == decoding == sum(count for _, count in work) and preemptions == self.counters.preemptions
+        return Step(tuple(work), self._timing.step_s(prefill, decoding, read), decoding, steady)
 
     def alike(self, step: Step) -> int:
         """How many steps will be like this one, itself included, if nothing is submitted or aborted meanwhile.
@@ -185,7 +189,7 @@ class Scheduler:
         Such steps only decode. Nobody ends and no block is taken before the last one is over, so nobody who waits could be let in either.
         Runtime complexity: O(sequences).
         """
-        if step.decoding < len(step.work) or any(count > 1 for _, count in step.work):  # one that was preempted computes several again
+        if not step.steady:
             return 1
         size = self.cache.block_size
         return min(
