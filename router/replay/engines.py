@@ -13,14 +13,15 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Final
 
 import msgspec
 
 from discovery.signal import LIVE, UNPUBLISHED, Signal
-from discovery.translate import Held
+from discovery.translate import HeldKeys
+from engines.blocks import pack_keys, root_seed
 from engines.kv_bytes import KvShape
 from engines.simulator.cache import Change, Removed, Stored
 from engines.simulator.sequences import Sequence
@@ -78,7 +79,7 @@ class Engine:
         self.left_at = math.inf
         self.life = 0
         """One more after every failure."""
-        self.held = Held()
+        self.held = HeldKeys()
         self.watched = math.inf
         """When the agenda looks at it next."""
         self.link: Link[Sequence] = Link(math.inf)
@@ -92,7 +93,7 @@ class Engine:
 
     def renew(self, virtual: VirtualEngine) -> None:
         """Begin another life."""
-        self._busy_s, self.virtual, self.held = self.busy_s, virtual, Held()
+        self._busy_s, self.virtual, self.held = self.busy_s, virtual, HeldKeys()
         self.life += 1
 
 
@@ -293,11 +294,25 @@ class Engines:
         for kind, alike in itertools.groupby(changes, type):
             if kind is Removed:
                 if gone := held.take([change.name for change in alike if isinstance(change, Removed)]):
-                    caches.remove(endpoint, Tier.DEVICE, gone)
+                    caches.remove(endpoint, Tier.DEVICE, pack_keys(gone))
             elif kind is Stored:
-                names = itertools.chain.from_iterable(change.names for change in alike if isinstance(change, Stored))
-                if new := [name for name in names if held.add(name)]:
-                    caches.store(endpoint, Tier.DEVICE, new)
+                chains = itertools.chain.from_iterable(_new(change, held) for change in alike if isinstance(change, Stored))
+                caches.store(endpoint, Tier.DEVICE, map(pack_keys, chains))
             else:
                 held.clear()
                 caches.clear(endpoint)
+
+
+def _new(stored: Stored, held: HeldKeys) -> Iterator[list[int]]:
+    """What of a run was not held before, in pieces without a gap."""
+    piece: list[int] = []
+    parent = root_seed() if stored.parent is None else stored.parent
+    for name in stored.names:
+        if held.add(name, parent):
+            piece.append(name)
+        elif piece:
+            yield piece
+            piece = []
+        parent = name
+    if piece:
+        yield piece
