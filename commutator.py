@@ -51,6 +51,11 @@ COMMANDS = {
         "router.doctor.command:run",
     ),
     "top": Command("show a router's live page in a terminal", "router.top.settings:TopSettings", "router.top.command:run"),
+    "replay": Command(
+        "run traffic in virtual time against a simulated fleet, and compare policies",
+        "router.replay.settings:ReplaySettings",
+        "router.replay.command:run",
+    ),
     "advise": Command(
         "say whether prefill/decode disaggregation pays for a model, prompt length and link",
         "planner.advise.settings:AdviseSettings",

@@ -41,9 +41,10 @@ from router.calibration import Calibration
 from router.census import Census
 from router.chooser import Chooser
 from router.disagg import StaticRule
+from router.entrance import HeaderNames
 from router.exchange import Exchange
 from router.fleet import Fleet
-from router.gate import Gate, HeaderNames
+from router.gate import Gate
 from router.guards import read_guards
 from router.intake import Intake
 from router.load import LoadBook

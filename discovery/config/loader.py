@@ -109,7 +109,8 @@ def _read_flags(known: Sequence[Option], argv: Sequence[str]) -> tuple[dict[str,
     config_file, check_only, problems = None, False, list[str]()
     rest = list(argv)
     while rest:
-        flag, equals, value = rest.pop(0).partition("=")
+        argument = rest.pop(0)
+        flag, equals, value = argument.partition("=")
         if flag == CHECK_FLAG and not equals:
             check_only = True
         elif flag in by_flag and by_flag[flag].is_switch and not equals:
@@ -131,8 +132,17 @@ def _read_flags(known: Sequence[Option], argv: Sequence[str]) -> tuple[dict[str,
         elif flag.startswith("-"):
             problems.append(f"unknown option {flag}" + nearest(flag, [*by_flag, *negated, CONFIG_FLAG, CHECK_FLAG]))
         else:
-            problems.append(f"unexpected argument {flag!r}: every option has a name, --NAME VALUE")
+            _read_unnamed(known, argument, given, problems)
     return given, config_file, check_only, problems
+
+
+def _read_unnamed(known: Sequence[Option], argument: str, given: dict[str, _Given], problems: list[str]) -> None:
+    """The one argument that has no name, where the command takes one."""
+    option = next((option for option in known if option.positional), None)
+    if option is not None and option.key not in given:
+        given[option.key] = _Given(argument, option.path[-1].upper(), strict=False)
+    else:
+        problems.append(f"unexpected argument {argument!r}: every {'other ' if option else ''}option has a name, --NAME VALUE")
 
 
 def _read_environment(

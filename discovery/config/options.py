@@ -29,6 +29,8 @@ class Option(msgspec.Struct, frozen=True):
     default: object
     description: str
     secret: bool
+    positional: bool = False
+    """Whether it may also be given without its flag, as the one argument that has no name."""
 
     @property
     def key(self) -> str:
@@ -82,6 +84,7 @@ def _leaves(settings: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[O
             default=field.default_factory() if field.default is msgspec.NODEFAULT else field.default,
             description=next((meta.description for meta in reversed(metas) if meta.description), ""),
             secret=any(meta.extra is not None and meta.extra.get("secret") for meta in metas),
+            positional=any(meta.extra is not None and meta.extra.get("positional") for meta in metas),
         )
 
 

@@ -25,7 +25,8 @@ EVERY_COMMAND = (
 
 def help_text(command: str, settings: type[msgspec.Struct]) -> str:
     """What `commutator COMMAND --help` prints."""
-    lines = [f"usage: commutator {command} [OPTIONS]", "", _first_line(settings), "", "options:"]
+    unnamed = "".join(f"{option.path[-1].upper()} " for option in options(settings) if option.positional)
+    lines = [f"usage: commutator {command} {unnamed}[OPTIONS]", "", _first_line(settings), "", "options:"]
     for option in options(settings):
         value = "" if option.is_switch else " " + _placeholder(option)
         flag = option.flag if option.negated_flag is None else f"{option.flag}, {option.negated_flag}"

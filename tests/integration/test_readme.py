@@ -65,11 +65,12 @@ async def test_the_readme_has_no_command_that_is_not_run_here() -> None:
         "commutator serve --engine",
         "commutator simulate --engines 2",
         "commutator advise",
+        "commutator replay",
         "commutator doctor",
         "curl ",
     )
     assert [line for line in commands() if not line.startswith(known)] == []
-    assert len(commands()) == 13
+    assert len(commands()) == 14
 
 
 @pytest.mark.parametrize("engines", ["", "named"])
@@ -126,6 +127,14 @@ async def test_advise() -> None:
         said = (await asyncio.wait_for(process.stdout.read(), 60)).decode()
     assert "262,144 bytes a token" in said
     assert "Disaggregation pays:" in said
+
+
+async def test_replay() -> None:
+    async with started(command("commutator replay")) as process:
+        assert process.stdout is not None
+        head, *rows = (await asyncio.wait_for(process.stdout.read(), 100)).decode().splitlines()
+    assert head.split()[:2] == ["speed", "policy"]
+    assert [row.split()[:2] for row in rows] == [[speed, policy] for speed in "12" for policy in ("kv", "round-robin")]
 
 
 async def all_serve(base: str, engines: int) -> None:
