@@ -204,7 +204,7 @@ class Trips:
             trip.served.cached_tokens = sequence.cached
         else:
             facts, pair = _facts(place.choice), (place.choice.prefill.endpoint, place.choice.endpoint)
-            self._chooser.pairing.transferred(pair, facts.carried, now - trip.began, now)
+            self._chooser.pairing.transferred(pair, facts, now - trip.began, now)
         self._chooser.first_token(place.choice, place.reservation, trip.began)
 
     def _end(self, trip: Trip, sequence: Sequence) -> None:

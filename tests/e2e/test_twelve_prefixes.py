@@ -139,7 +139,7 @@ async def run(router: Served, engines: Many[RealEngine], name: str, api: str, po
     for ask in prefixes.first_asks(name):
         answer = await send(router, ask, api)
         before, last = last, counted(engines)
-        note(ask, answer, (last - before).hits)
+        note(ask, answer, int((last - before).hits))
     filled = before = counted(engines)
     assert (filled - start).hits == 0, "the engines know these prefixes from before"
     hits, taken = 0, 0.0
@@ -149,7 +149,7 @@ async def run(router: Served, engines: Many[RealEngine], name: str, api: str, po
         answer = await send(router, ask, api)
         taken += time.perf_counter() - started
         after = counted(engines)
-        note(ask, answer, (after - before).hits)
+        note(ask, answer, int((after - before).hits))
         hits += (after - before).hits >= HIT * prefixes.tokens_of(prefixes.prefix(name, ask.prefix))
         before = after
         to[answer.engine] += 1
