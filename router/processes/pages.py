@@ -44,6 +44,9 @@ HOW: Final = {
     "router_engine_waiting_requests": How.MOST,
     "router_engine_kv_usage_ratio": How.MOST,
     "relay_event_lag_seconds": How.MOST,
+    "discovery_source_up": How.LEAST,
+    "discovery_source_engines": How.MOST,
+    "discovery_source_faults": How.MOST,
     "process_max_fds": How.LEAST,
 }
 """Gauges that say the same thing in every process; all others are sums."""
