@@ -37,6 +37,9 @@ class Command(msgspec.Struct, frozen=True):
 
 COMMANDS = {
     "serve": Command("route requests to engines by what is in their KV caches", "router.settings:ServeSettings", "router.app:serve"),
+    "up": Command(
+        "start engines on this machine and the router in front of them", "discovery.up.settings:UpSettings", "discovery.up.command:up"
+    ),
     "relay": Command(
         "put engines' KV events on the bus for routers that cannot reach them", "discovery.settings:RelaySettings", "discovery.app:relay"
     ),

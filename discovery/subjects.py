@@ -48,6 +48,8 @@ class Subjects:
         """Every stream of batches and beacons."""
         self.routers = f"{namespace}.routers"
         """Where routers tell each other that they are there, and what they carry."""
+        self.engines = f"{namespace}.engines"
+        """Where engines are announced."""
 
     def stream(self, endpoint: Endpoint) -> str:
         """Where the batches and beacons of one endpoint are published."""

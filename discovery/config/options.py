@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 PREFIX = "COMMUTATOR_"
+_TABLE = "a table (outside of the file: JSON)"
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -114,7 +115,9 @@ def _name(alternative: object) -> str:
         return "one of " + ", ".join(str(member.value) for member in alternative)
     names: dict[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     if isinstance(alternative, type) and issubclass(alternative, msgspec.Struct):
-        return "an engine" if alternative.__name__ == "EngineSpec" else alternative.__name__
+        return "an engine" if alternative.__name__ == "EngineSpec" else _TABLE
+    if typing.get_origin(alternative) is dict:
+        return _TABLE
     return names.get(alternative, str(alternative))
 
 

@@ -65,6 +65,12 @@ def to_toml(value: object) -> str:
             return "[\n" + "".join(f"    {to_toml(item)},\n" for item in value) + "]"
         case list() | tuple():
             return "[" + ", ".join(to_toml(item) for item in value) + "]"
+        case dict():
+            return (
+                "{ "
+                + ", ".join(f"{json.dumps(str(name))} = {to_toml(MASK if is_secret(str(name)) else item)}" for name, item in value.items())
+                + " }"
+            )
         case msgspec.Struct():
             fields = msgspec.structs.fields(value)
             kept = {field.name: item for field in fields if (item := getattr(value, field.name)) != field.default}

@@ -64,6 +64,7 @@ async def test_the_readme_has_no_command_that_is_not_run_here() -> None:
         "pip install .",
         "commutator serve --engine",
         "commutator simulate --engines 2",
+        "commutator up --launch simulated",
         "commutator advise",
         "commutator replay",
         "commutator doctor",
@@ -119,6 +120,12 @@ async def test_simulate_serve_and_every_curl() -> None:
                     assert doctor.stdout is not None
                     said = (await asyncio.wait_for(doctor.stdout.read(), 60)).decode()
                 assert {line.split()[0] for line in said.splitlines()} == {"ok"}, said
+
+
+async def test_up(tmp_path: Path) -> None:
+    async with started(f"{command('commutator up')} --host 127.0.0.1 --port 0 --log-folder {tmp_path}") as process:
+        told = json.loads(await first_line(process))
+        await all_serve(told["url"], 2)
 
 
 async def test_advise() -> None:
