@@ -13,7 +13,7 @@ import pytest
 from engines.simulator.engine import SimulatedEngine
 from engines.types import EngineKind, Role
 from tests.integration.processes import Group, group
-from tests.integration.test_pairs_simulated import WAYS, settings_for
+from tests.integration.test_pairs_simulated import settings_for
 from tests.integration.test_processes import everywhere
 from tests.rig import prompt, routing, settings_of
 from tests.waiting import until
@@ -31,8 +31,7 @@ def line(way: str, engine: SimulatedEngine) -> str:
     """An engine as an operator names it."""
     if way == "rooms":
         return engine.url
-    bootstrap = f",bootstrap={engine.bootstrap}" if way == "mooncake" and engine.role is Role.PREFILL else ""
-    return f"{engine.url},role={engine.role},connector={way}{bootstrap}"
+    return f"{engine.url},role={engine.role}"
 
 
 @contextlib.asynccontextmanager
@@ -47,7 +46,7 @@ async def behind(way: str, log: Path, *flags: str) -> AsyncIterator[Fleet]:
         yield Fleet(there, [one, other], router)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["nixl", "rooms"])
 async def test_every_process_hands_over_and_what_one_had_computed_is_a_hit_through_the_others(way: str, tmp_path: Path) -> None:
     kind = EngineKind.SGLANG if way == "rooms" else EngineKind.VLLM
     async with (
