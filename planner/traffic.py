@@ -31,18 +31,41 @@ class Rate(msgspec.Struct):
     >>> rate = Rate()
     >>> [round(rate.observe(count, 5.0), 1) for count in (10, 12, 8, 100, 104)]
     [2.0, 2.1, 2.0, 20.0, 20.1]
+    >>> [round(rate.observe(count, 5.0), 1) for count in (85, 86, 84, 83, 85)]
+    [19.6, 19.3, 18.9, 18.5, 18.3]
     """
 
     level: float | None = None
+    run: int = 0
+    """Requests of the windows of late that were all over the level, or all under it,"""
+    expected: float = 0.0
+    """how many there should have been of them,"""
+    run_s: float = 0.0
+    """and how long those took."""
 
     def observe(self, count: int, window_s: float) -> float:
         """The rate, as it is taken to be now."""
-        found = count / window_s
-        if self.level is None or abs(found - self.level) * window_s > CHANCE * math.sqrt(max(1.0, self.level * window_s)):
-            self.level = found
+        if self.level is None:
+            self.level = count / window_s
+            return self.level
+        due = self.level * window_s
+        if (count > due) is not (self.run > self.expected):
+            self.run, self.expected, self.run_s = 0, 0.0, 0.0
+        self.run, self.expected, self.run_s = self.run + count, self.expected + due, self.run_s + window_s
+        if _unlikely(count, due):
+            self._begin_at(count / window_s)
+        elif _unlikely(self.run, self.expected):
+            self._begin_at(self.run / self.run_s)
         else:
-            self.level += (1 - math.exp(-window_s / SMOOTH_S)) * (found - self.level)
+            self.level += (1 - math.exp(-window_s / SMOOTH_S)) * (count / window_s - self.level)
         return self.level
+
+    def _begin_at(self, level: float) -> None:
+        self.level, self.run, self.expected, self.run_s = level, 0, 0.0, 0.0
+
+
+def _unlikely(count: float, expected: float) -> bool:
+    return abs(count - expected) > CHANCE * math.sqrt(max(1.0, expected))
 
 
 class Gathered(msgspec.Struct):

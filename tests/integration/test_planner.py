@@ -21,6 +21,7 @@ from engines.launch.plan import Pool as LaunchPool
 from planner.app import planning
 from planner.capacity import Profile
 from planner.settings import ActuatorName, PlanSettings, PoolSettings
+from router.settings import AdmissionSettings
 from tests.integration.nats_servers import nats_server
 from tests.rig import Router, fleet, routing
 from tests.waiting import until
@@ -203,7 +204,7 @@ async def test_L3_H18_simulated_engines_go_from_one_to_six_to_two_and_no_stream_
     profile.write_bytes(msgspec.json.encode(Profile(((1, 0.02), (1000, 0.02)), ((1, 0.015), (10, 0.105)))))
     async with (
         nats_server(tmp_path) as nats,
-        routing([], nats=nats.url, admin_token=TOKEN) as router,
+        routing([], nats=nats.url, admin_token=TOKEN, admission=AdmissionSettings(max_active_requests=6, max_wait_s=90.0)) as router,
         planned(
             nats.url,
             actuator=ActuatorName.PROCESS,
@@ -227,9 +228,9 @@ async def test_L3_H18_simulated_engines_go_from_one_to_six_to_two_and_no_stream_
 
         await until(lambda: there(1), what="the first engine is ready")
         streams: list[str] = []
-        async with _clients(router, 8.0, streams) as clients:
+        async with _clients(router, 7.0, streams) as clients:
             await until(lambda: there(6), deadline_s=60.0, what="six engines are ready")
-            clients.rate = 1.4
+            clients.rate = 1.3
             await until(lambda: there(2), deadline_s=60.0, what="two are left")
         assert len(streams) > 24
         assert {stream for stream in streams if stream != "whole"} == set(), "every stream has all its tokens and its end"
@@ -254,12 +255,13 @@ async def _clients(router: Router, rate: float, streams: list[str]) -> AsyncIter
         streams.append(await _stream(router, f"client {number} asks"))
 
     async def come(group: asyncio.TaskGroup) -> None:
-        number = 0
+        loop = asyncio.get_running_loop()
+        number, at = 0, loop.time()
         while not left.is_set():
-            number += 1
+            number, at = number + 1, at + 1 / clients.rate
             group.create_task(asks(number))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(left.wait(), 1 / clients.rate)
+                await asyncio.wait_for(left.wait(), max(0.0, at - loop.time()))
 
     async with asyncio.TaskGroup() as group:
         group.create_task(come(group))
