@@ -228,7 +228,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             )
         )
         roster = Roster(monitor, fleet, load)
-        census = Census(monitor=monitor, fleet=fleet, roster=roster, caches=caches, load=load, mirror=mirror, clock=clock)
+        census = Census(monitor=monitor, fleet=fleet, roster=roster, caches=caches, load=load, mirror=mirror, pairing=pairing, clock=clock)
         control = Admin(roster, census)
         told = Told(observed, holding, fleet, census, load, gate)
         observing = Observing(bus, settings.namespace, peers.router, told, clock=clock) if peers is not None else None
@@ -275,7 +275,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
 
 async def _state(view: View) -> dict[str, Any]:
     """What the live page shows of a router that is one process."""
-    return document({0: view.part()}, VERSION)
+    return document({0: await view.part()}, VERSION)
 
 
 def _share(whole: int, processes: int) -> int:

@@ -10,6 +10,8 @@ import msgspec
 from engines.blocks import block_keys, pack_tokens, root_seed
 from engines.types import EngineKind
 from router import openai, stored
+from router.disagg import Why
+from router.divisible import undivided
 from router.exchange import Headers
 from router.fleet import Fleet, Member
 from router.holding import Holding
@@ -57,12 +59,20 @@ class Asked(msgspec.Struct):
     """Whether vLLM's extra arguments may be added: the route has them, and the client gives none of its own."""
     read: dict[str, msgspec.Raw] | None = None
     """The body's fields, where they have been asked for."""
+    undivided: Why | msgspec.UnsetType | None = msgspec.UNSET
+    """What keeps it from being shared between two engines, where that has been asked."""
 
     def fields(self) -> dict[str, msgspec.Raw]:
         """The body's fields, each as it came; read on the first call."""
         if self.read is None:
             self.read = msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])
         return self.read
+
+    def split_barrier(self) -> Why | None:
+        """What in a request to one of `SPLIT_PATHS` keeps it from being shared between two engines; looked for on the first call."""
+        if self.undivided is msgspec.UNSET:
+            self.undivided = undivided(self.route, self.fields())
+        return self.undivided
 
     def keys(self, engine_id: str, block_size: int) -> list[int]:
         """The prompt's block keys as an engine counts blocks; the same list for engines that share ids and block size."""

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from discovery.peers import NOTHING, Carried, Others
+from engines.blocks import pack_keys
 from engines.types import Endpoint
 from router.index import PrefixIndex
 from router.scheduling.types import Load
@@ -137,7 +138,7 @@ class LoadBook:
         if held:
             known = self._index.extent(account.slot, held, 0)
             account.shared.update(held[:known])
-            self._index.store(account.slot, held[known:])
+            self._index.store(account.slot, pack_keys(held[known:]))
             if self.others is not None:
                 self.others.step(endpoint, held, 1)
         return Reservation(self, account, held, uncached_tokens)
@@ -272,7 +273,7 @@ class LoadBook:
             else:
                 shared[key] = holders - 1
             depth += 1
-        self._index.remove(account.slot, keys[depth:])
+        self._index.remove(account.slot, pack_keys(keys[depth:]))
 
     def _check(self) -> None:
         """Raise AssertionError unless all invariants hold. Runtime complexity: O(everything)."""
@@ -286,5 +287,5 @@ class LoadBook:
             assert account.requests > 1 or not account.shared, "a block shared by nobody"
             assert account.requests > 0 or (account.prefill_tokens == 0 and not self._index.size(account.slot)), "counts left behind"
             assert all(0 < holders < account.requests for holders in account.shared.values())
-            assert all(self._index.extent(account.slot, [key], 0) for key in account.shared)
+            assert all(self._index._holds(account.slot, key) for key in account.shared)  # noqa: SLF001 - as above
             assert 0 <= account.last_assigned <= self._assigned

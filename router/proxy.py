@@ -467,7 +467,7 @@ class Proxy:
             fields["completion_tokens"], fields["cached_tokens"] = usage.completion_tokens, usage.cached_tokens
             self._metrics.cached(usage.cached_tokens or 0)
             if trip.choice is not None and not (trip.failure or (trip.resumption is not None and trip.resumption.times)):
-                self._chooser.ended(trip.choice, usage, trip.sent_at)
+                self._chooser.ended(trip.choice, usage, trip.sent_at, streamed=relay.streamed)
         if relay.stream_failed:
             trip.failure = trip.failure or "the engine reported an error in its stream"
 
@@ -491,7 +491,12 @@ def _ended(trip: Trip, path: str, status: int, now: float) -> Ended:
     choice, relay = trip.choice, trip.relay
     prefill = choice.prefill if choice is not None else None
     usage = relay.usage if relay is not None else None
-    streamed = trip.first_token_at is not None and relay is not None and relay.streamed
+    ttft_s = itl_s = None
+    if trip.first_token_at is not None and relay is not None and relay.streamed:
+        ttft_s = trip.first_token_at - trip.started
+        gaps = (usage.completion_tokens if usage is not None and usage.completion_tokens else relay.pieces) - 1
+        resumed = trip.resumption is not None and trip.resumption.times
+        itl_s = (now - trip.first_token_at) / gaps if gaps > 0 and not (trip.left or trip.failure or resumed) else None
     return Ended(
         at=now,
         path=path,
@@ -503,7 +508,8 @@ def _ended(trip: Trip, path: str, status: int, now: float) -> Ended:
         decision=choice.decision if choice is not None else None,
         split=choice.split if choice is not None else None,
         prefill=prefill.decision if prefill is not None else None,
-        ttft_s=trip.first_token_at - trip.started if streamed and trip.first_token_at is not None else None,
+        ttft_s=ttft_s,
+        itl_s=itl_s,
         completion_tokens=usage.completion_tokens if usage is not None else None,
         cached_tokens=usage.cached_tokens if usage is not None else None,
         tries=trip.tries,

@@ -199,6 +199,10 @@ class Readings:
         slow = [((str(there), str(here)), 1.0) for there, here in self._pairing.slow]
         yield "router_kv_link_slow", "1 for each pair whose handovers take far longer than its link or its peers say.", labels, slow
 
+        again = [((endpoint.engine, str(endpoint.rank)), float(tokens)) for endpoint, tokens in self._pairing.computing_again.items()]
+        text = "Prompt tokens of late, of each decode engine that computes itself what it is handed, by its own count."
+        yield "router_decode_computed_again_tokens", text, ENDPOINT, again
+
     def _events(self) -> Iterator[Reading]:
         yield from of_relay(self._relay)
         copies = {(endpoint.engine, str(endpoint.rank)): counts for endpoint, counts in self._mirror.stats().items()}

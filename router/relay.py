@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
@@ -62,6 +62,9 @@ _TAG: Final = re.compile(r"<[^>]*>")
 
 class Relay:
     """Sink for one answer; `done` rings when it is over, whatever happened."""
+
+    most_held: ClassVar[int] = MAX_HELD_BYTES
+    """Bytes of an answer that is held; of a longer one only the beginning is kept."""
 
     __slots__ = (
         "_extra_headers",
@@ -171,7 +174,7 @@ class Relay:
             raise AssertionError
         self.accepted = True
         body = b"".join(self._held)
-        if self._held_bytes <= MAX_HELD_BYTES and (head.status < 400 or _is_json(head) or _parses(body, head)):
+        if self._held_bytes <= self.most_held and (head.status < 400 or _is_json(head) or _parses(body, head)):
             self._begin(head, len(body))
             self.exchange.write(body)
             self.exchange.end()
@@ -229,7 +232,7 @@ class Relay:
         return data[:end]
 
     def _hold(self, data: bytes) -> None:
-        if self._held_bytes <= MAX_HELD_BYTES:
+        if self._held_bytes <= self.most_held:
             self._held.append(data)
         self._held_bytes += len(data)
 

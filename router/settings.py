@@ -168,10 +168,10 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disagg: Annotated[
         Mode,
         Meta(
-            description="When a decode engine's prompt is computed by a prefill engine: `always`, `never`, `static` (when what it has not "
-            "cached is long, as Dynamo decides it), or `measured` (when that has been faster, transfer included).",
+            description="When a decode engine's prompt is computed by a prefill engine: `measured` (when that has been faster for all whom it "
+            "concerns, transfer included), `always`, `never`, or `static` (when what it has not cached is long, as Dynamo decides it).",
         ),
-    ] = Mode.ALWAYS
+    ] = Mode.MEASURED
     eff_isl_threshold: Annotated[
         int,
         Meta(
@@ -203,7 +203,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=1,
-            description="Distinct cached blocks known at most, for each of device, host and disk; about 100 bytes each. Further ones look "
+            description="Distinct cached blocks known at most, for each of device, host and disk; 10 to 100 bytes each. Further ones look "
             "uncached, and are counted in `router_index_refused_total`.",
         ),
     ] = 20_000_000
@@ -294,6 +294,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield Complaint(key, f"has no effect with --disagg {self.disagg}; only 'static' reads it")
             elif key == "trace_ratio" and self.otlp_endpoint is None:
                 yield Complaint(key, "has no effect without otlp_endpoint")
+            elif key == "without_prefill" and self.without_prefill == "enforce" and self.disagg is Mode.NEVER:
+                yield Complaint(key, "'enforce' forbids decode engines to compute prompts, and --disagg never leaves all prompts to them")
             elif key == "tls_key" and self.tls_cert is None:
                 yield Complaint(key, "has no effect without tls_cert")
             elif key in ("predicted_ttl_s", "tokenizer", "forward_tokens") and self.policy in CACHE_BLIND:

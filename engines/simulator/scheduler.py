@@ -103,6 +103,10 @@ class Counters(msgspec.Struct):
     fetched: int = 0
     """Prompt tokens whose KV came from another engine."""
     generated: int = 0
+    steps: int = 0
+    """Tokens generated, less the first of each sequence."""
+    steps_s: float = 0.0
+    """The times between them: of the steps that made them."""
     preemptions: int = 0
     aborted: int = 0
     finished: dict[str, int] = {}
@@ -243,6 +247,9 @@ class Scheduler:
                 sequence.tokens.append(token)
                 sequence.chain.extend(sequence.tokens)
                 self.counters.generated += 1
+                if sequence.generated > 1:
+                    self.counters.steps += 1
+                    self.counters.steps_s += step.duration_s
                 if sequence.generated >= sequence.prompt.limit:
                     self._finish(sequence)
                 gained.append((sequence, token))

@@ -45,6 +45,8 @@ HOW: Final = {
     "router_engine_kv_usage_ratio": How.MOST,
     "relay_event_lag_seconds": How.MOST,
     "process_max_fds": How.LEAST,
+    "router_kv_link_bytes_per_second": How.MOST,
+    "router_kv_link_slow": How.MOST,
 }
 """Gauges that say the same thing in every process; all others are sums."""
 

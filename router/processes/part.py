@@ -44,9 +44,9 @@ class Inside:
         """What it measures."""
         return page_of(self._metrics.registry.collect())
 
-    def part(self) -> UiPart:
+    async def part(self) -> UiPart:
         """What it shows on the live page."""
-        return self._view.part()
+        return await self._view.part()
 
     def readiness(self) -> Readiness:
         """What it takes."""

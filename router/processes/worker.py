@@ -58,7 +58,7 @@ class Worker:
             case GetReadiness() if self._inside is not None:
                 return self._inside.readiness()
             case GetPart() if self._inside is not None:
-                return self._inside.part()
+                return await self._inside.part()
             case AdminCall() if self._inside is not None:
                 return await self._inside.admin(request)
             case PeerGone(router):

@@ -26,7 +26,10 @@ class NoCandidate(Exception):
 
 
 _IN_WORDS = {
-    Rejection.NO_PARTNER: ": there are decode engines, and no usable prefill engine of their group to compute its prompt",
+    Rejection.PREFILLS: ": its engines only compute prompts for others (role=prefill), and none goes on from them; add one that does, "
+    "--engine 'http://HOST:PORT,role=decode', or one that takes whole requests",
+    Rejection.NO_PARTNER: ": there are decode engines, and no usable prefill engine of their group to compute its prompt; add one, "
+    "--engine 'http://HOST:PORT,role=prefill' (decode engines of vLLM can compute prompts themselves: --without-prefill fallback)",
     Rejection.INDIVISIBLE: ": its engines share each request with a prefill engine, and this one cannot be shared: it asks for several prompts or "
     "sequences, or for its prompt in the answer, or its path is none that is shared",
 }

@@ -89,6 +89,8 @@ class Rejection(enum.StrEnum):
     """It answered 429 or 503 a moment ago."""
     SATURATED = "saturated"
     """It has as many requests of ours in flight as it may have."""
+    PREFILLS = "only_prefills"
+    """It computes prompts for others, and no other engine is there to answer."""
     NO_PARTNER = "no_prefill_engine"
     """It goes on from prompts computed elsewhere, and no engine can compute this one for it."""
     INDIVISIBLE = "cannot_be_shared"

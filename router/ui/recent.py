@@ -122,6 +122,8 @@ class Ended(msgspec.Struct, frozen=True):
     """Who computed the prompt, where that was another engine."""
     ttft_s: float | None = None
     """Of a streamed answer."""
+    itl_s: float | None = None
+    """Between two of its tokens, on the mean; None where it had only one, or did not end well."""
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     tries: int = 0
@@ -150,8 +152,8 @@ class Recent:
             slot.output_tokens += request.completion_tokens
         if request.ttft_s is not None:
             _count(slot.ttft, bin_of(request.ttft_s))
-            if request.completion_tokens is not None and request.completion_tokens > 1 and request.status == 200 and not request.failure:
-                _count(slot.itl, bin_of((request.duration_s - request.ttft_s) / (request.completion_tokens - 1)))
+        if request.itl_s is not None:
+            _count(slot.itl, bin_of(request.itl_s))
         if request.decision is not None:
             self._sent(slot, request, request.decision)
 

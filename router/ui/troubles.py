@@ -141,7 +141,7 @@ def _fullness(state: Mapping[str, Any]) -> Iterator[Trouble]:
         )
     if state["index"]["refused"]:
         yield Trouble(
-            "warning", "The prefix index is full: further blocks look uncached.", "Raise index_max_blocks (about 100 bytes each)."
+            "warning", "The prefix index is full: further blocks look uncached.", "Raise index_max_blocks (10 to 100 bytes each)."
         )
 
 

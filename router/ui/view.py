@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from router.answers import candidates_of
+from router.roster import UnknownEngine
 from router.ui.parts import Index, Link, Part
 
 if TYPE_CHECKING:
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
     from router.pairing import Pairing
     from router.server import Server
     from router.ui.recent import Ended, Recent
+
+
+AT_ONCE: Final = 20
+"""Engines that are looked at before others have their turn: a millisecond."""
 
 
 class View:
@@ -55,14 +62,15 @@ class View:
         self._policy = policy
         self._clock = clock
 
-    def part(self) -> Part:
-        """All of it, as it stands now. O(engines + decisions kept)."""
+    async def part(self) -> Part:
+        """All of it, as it stands now; others have the loop between engines. O(engines + decisions kept)."""
+        engines = await self._engines()
         now, pairing, caches = self._clock(), self._pairing, self._caches
         models = {model: self._fleet.takers(model) for model in self._fleet.model_ids} | dict.fromkeys(self._fleet.lost_models(), 0)
         return Part(
             now=now,
             policy=self._policy,
-            engines=msgspec.to_builtins(self._census.engines()),
+            engines=engines,
             slots=self._recent.slots(now),
             decisions=[msgspec.to_builtins(_told(request)) for request in self._recent.decided()],
             index=Index(caches.indexed, caches.memory_bytes(), caches.refused),
@@ -79,6 +87,15 @@ class View:
             transfers=self._metrics.transfers,
             disagg=pairing.rules.mode.value if self._fleet.splits else "",
         )
+
+    async def _engines(self) -> list[dict[str, Any]]:
+        engines = []
+        for place, engine_id in enumerate(self._census.ids(), 1):
+            with contextlib.suppress(UnknownEngine):  # it has left meanwhile
+                engines.append(msgspec.to_builtins(self._census.engine(engine_id)))
+            if place % AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return engines
 
 
 def _told(request: Ended) -> dict[str, Any]:

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from discovery.config.specs import parse_engine_spec
 from engines.types import EngineSpec
 from router.doctor.command import examine
 from router.doctor.findings import State
 from router.doctor.settings import DoctorSettings
 from tests.e2e.serving import serve
+from tests.e2e.test_pairs_real import KINDS, lines
 from tests.engines.launch import RealEngine
+from tests.engines.pairs import Pair
 
 pytestmark = pytest.mark.real_engine
 
@@ -31,3 +34,11 @@ async def test_O2_of_real_engines_that_are_well_nothing_is_wrong(engines: Sequen
 async def test_O2_a_real_engine_without_events_is_named_and_no_other(engines: Sequence[RealEngine]) -> None:
     found = await examine(DoctorSettings(engine=tuple(EngineSpec(engine.url) for engine in engines)))
     assert [(finding.check, finding.subject) for finding in found if finding.state is State.WRONG] == [("events", engines[1].url)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_O2_a_real_pair_hands_a_prompt_over_and_is_well(kind: str, request: pytest.FixtureRequest) -> None:
+    pair: Pair = request.getfixturevalue(kind)
+    found = await examine(DoctorSettings(engine=tuple(map(parse_engine_spec, lines(pair)))))
+    assert [finding.state for finding in found if finding.check == "transfer"] == [State.OK], found
+    assert [finding for finding in found if finding.state is State.WRONG] == []

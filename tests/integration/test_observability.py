@@ -206,7 +206,7 @@ def _case(name: str, series: dict[str, str], expected: dict[str, Any]) -> dict[s
 
 
 @pytest.mark.timeout(300)  # some seconds of work, of which a busy machine makes minutes
-@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not here: Debian has it in the package prometheus (scripts/setup-system)")
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not here: Debian has it in the package prometheus (scripts/setup-prometheus)")
 def test_prometheus_accepts_the_rules_and_each_alert_fires_for_what_it_is_about_and_only_then(tmp_path: Path) -> None:
     well = {"expr": 'count(ALERTS{alertstate="firing"})', "eval_time": "45m", "exp_samples": []}
     cases = [_case("well", WELL, well)]
@@ -220,7 +220,7 @@ def test_prometheus_accepts_the_rules_and_each_alert_fires_for_what_it_is_about_
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not here: Debian has it (scripts/setup-system)")
+@pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not here: Debian has it (scripts/setup-prometheus)")
 async def test_a_real_prometheus_reads_a_router_and_evaluates_the_rules(tmp_path: Path) -> None:
     async with fleet(1) as engines, routing(engines) as router, aiohttp.ClientSession() as session:
         await router.chat(prompt("x", 50), stream=True)

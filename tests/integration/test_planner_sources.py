@@ -77,11 +77,13 @@ async def test_a_prometheus_server_is_asked_for_what_routers_would_tell() -> Non
 
 
 async def test_an_idle_engine_is_measured_and_what_it_carries_follows() -> None:
-    async with fleet(1, speedup=1.0, prefill_tokens_per_s=50_000.0, decode_step_ms=4.0, decode_sequence_ms=0.5) as engines:
-        async with aiohttp.ClientSession() as session:
-            made = await profile_of(session, engines[0].url)
-            with pytest.raises(NotMeasured, match="no engine to measure"):
-                await profile_of(session, "http://127.0.0.1:9")
+    async with (
+        fleet(1, speedup=1.0, prefill_tokens_per_s=50_000.0, decode_step_ms=4.0, decode_sequence_ms=0.5) as engines,
+        aiohttp.ClientSession() as session,
+    ):
+        made = await profile_of(session, engines[0].url)
+        with pytest.raises(NotMeasured, match="no engine to measure"):
+            await profile_of(session, "http://127.0.0.1:9")
     times = dict(made.prefill)
     assert times[max(times)] > times[min(times)]
     itls = dict(made.decode)

@@ -65,10 +65,11 @@ async def test_the_readme_has_no_command_that_is_not_run_here() -> None:
         "commutator serve --engine",
         "commutator simulate --engines 2",
         "commutator advise",
+        "commutator doctor",
         "curl ",
     )
     assert [line for line in commands() if not line.startswith(known)] == []
-    assert len(commands()) == 12
+    assert len(commands()) == 13
 
 
 @pytest.mark.parametrize("engines", ["", "named"])
@@ -113,6 +114,10 @@ async def test_simulate_serve_and_every_curl() -> None:
                 await all_serve(base, len(urls))
                 for curl in [line for line in commands() if line.startswith("curl")]:
                     await try_curl(curl.replace("http://127.0.0.1:8080", base))
+                async with started(command("commutator doctor").replace("http://127.0.0.1:8080", base)) as doctor:
+                    assert doctor.stdout is not None
+                    said = (await asyncio.wait_for(doctor.stdout.read(), 60)).decode()
+                assert {line.split()[0] for line in said.splitlines()} == {"ok"}, said
 
 
 async def test_advise() -> None:

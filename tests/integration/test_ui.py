@@ -64,6 +64,7 @@ async def test_U5_every_candidate_of_the_latest_decisions_is_shown_with_its_cost
         assert latest["overlap_tokens"] == latest["cached_tokens"] > 0
         assert latest["ttft_s"] is not None
         assert latest["completion_tokens"] == 8
+        assert state["late"]["itl"]["p50"] is not None
         assert state["troubles"] == []
         assert state["late"]["hit_rate"] == pytest.approx(state["late"]["expected_hit_rate"])
         assert sum(state["latency"]["requests"]) == 2
@@ -82,15 +83,19 @@ async def test_without_an_admin_listener_nothing_is_remembered_of_requests(monke
 
 async def test_several_processes_are_shown_as_one_router(tmp_path: Path) -> None:
     async with fleet(2) as engines, group(engines, tmp_path / "log") as routers:
-        await routers.through_all(2, prompt("a"))
+        answers = await routers.through_all(2, prompt("a"))
+
+        async def all_have_ended() -> bool:
+            _, told = await state_of(routers)
+            return len(told["decisions"]) == len(answers)
+
+        await until(all_have_ended, what="every request is among the decisions")
         _, state = await state_of(routers)
         assert state["processes"] == {"up": 2, "silent": []}
         assert {one["process"] for one in state["decisions"]} == {0, 1}
-        assert sum(state["latency"]["requests"]) == len(routers.lines("request"))
+        assert sum(state["latency"]["requests"]) == len(answers)
         assert {engine["id"] for engine in state["engines"]} == {engine.url for engine in engines}
-        assert sum(endpoint["recent_requests"] for engine in state["engines"] for endpoint in engine["endpoints"]) == len(
-            state["decisions"]
-        )
+        assert sum(endpoint["recent_requests"] for engine in state["engines"] for endpoint in engine["endpoints"]) == len(answers)
 
 
 def test_the_page_s_files_name_nothing_outside_of_this_router() -> None:

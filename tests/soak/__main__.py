@@ -20,11 +20,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/soak", description="An hour of everything that can go wrong, against simulated engines.")
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--pause-s", type=float, default=0.2, help="between two requests of one of twelve clients, on the mean")
     parser.add_argument("--report", type=Path, help="file to write what was found to, as Markdown")
     options = parser.parse_args()
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # that clients of its engines leave is what this is about
     with tempfile.TemporaryDirectory(prefix="commutator-soak-") as folder:
-        report = uvloop.run(soak(options.seconds, options.seed, Path(folder)))
+        report = uvloop.run(soak(options.seconds, options.seed, Path(folder), pause_s=options.pause_s))
         page = report.page(f"scripts/soak --seconds {options.seconds:g} --seed {options.seed}")
         if report.complaints:
             for log in sorted(Path(folder).glob("*.log")):

@@ -84,6 +84,14 @@ def test_U3_an_option_without_effect_is_an_error_that_names_it(
     assert err.startswith(f"commutator serve: error: {flag}: has no effect with policy '{policy}'")
 
 
+def test_U3_options_of_pairs_that_contradict_each_other_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = said(capsys, "serve", "--engine", "http://h:1", "--disagg", "never", "--without-prefill", "enforce")
+    assert code == 2
+    assert err.startswith(
+        "commutator serve: error: --without-prefill: 'enforce' forbids decode engines to compute prompts, and --disagg never"
+    )
+
+
 @pytest.mark.parametrize("name", ["serve", "simulate"])
 def test_U3_check_config_prints_what_is_in_force(capsys: pytest.CaptureFixture[str], name: str, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,3 +70,8 @@ def test_a_newcomer_finds_the_page(page: str) -> None:
     assert page in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     if page != "index.md":
         assert page in (DOCS / "index.md").read_text(encoding="utf-8")
+
+
+def test_everything_that_is_installed_with_us_is_listed_with_a_licence_that_may_be_used() -> None:
+    process = subprocess.run([sys.executable, ROOT / "scripts" / "licences", "--check"], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr

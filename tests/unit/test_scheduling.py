@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from discovery.signal import Signal, SignalState
+from engines.blocks import pack_keys
 from engines.types import Tier
 from router.scheduling import explain, pick
 from router.scheduling.explain import reason_for, reused_blocks
@@ -415,8 +416,8 @@ def test_R4_when_events_die_the_reason_changes_from_kv_to_predicted() -> None:
 def test_R13_a_prompt_goes_to_the_copy_on_the_device_not_to_the_one_in_host_memory() -> None:
     core = Core(Kv(), ["a", "b"])
     keys = chain(1, 20)
-    core.caches.store(endpoint("a"), Tier.DEVICE, keys)
-    core.caches.store(endpoint("b"), Tier.HOST, keys)
+    core.caches.store(endpoint("a"), Tier.DEVICE, [pack_keys(keys)])
+    core.caches.store(endpoint("b"), Tier.HOST, [pack_keys(keys)])
     decision = core.decide(keys)
     assert decision.chosen.endpoint == endpoint("a")
     assert [scored.cost for scored in decision.scores] == [20.0, 25.0]

@@ -133,9 +133,10 @@ def test_O7_what_has_failed_is_no_first_token_and_no_time_between_tokens() -> No
     assert slot.itl == {}
 
 
-def test_the_time_between_tokens_is_that_of_all_but_the_first() -> None:
+def test_the_time_between_tokens_is_counted_where_it_is_known() -> None:
     recent = Recent()
-    recent.ended(ended(5.0, duration_s=1.1, ttft_s=0.1, completion_tokens=11))
+    recent.ended(ended(5.0, ttft_s=0.1, itl_s=0.1))
+    recent.ended(ended(5.0, ttft_s=0.1))
     (slot,) = recent.slots(5.0)
     assert slot.itl == {bin_of(0.1): 1}
 
