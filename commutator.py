@@ -43,6 +43,7 @@ COMMANDS = {
     "relay": Command(
         "put engines' KV events on the bus for routers that cannot reach them", "discovery.settings:RelaySettings", "discovery.app:relay"
     ),
+    "plan": Command("decide how many engines there should be, and make it so", "planner.settings:PlanSettings", "planner.app:plan"),
     "simulate": Command(
         "run engines that speak the real protocol and have no model",
         "engines.simulator.settings:SimulateSettings",

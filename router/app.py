@@ -48,10 +48,12 @@ from router.exchange import Exchange
 from router.fleet import Fleet
 from router.gate import Gate
 from router.guards import read_guards
+from router.holding import Holding
 from router.intake import Intake
 from router.load import LoadBook
 from router.membership import Membership
 from router.metrics import Metrics
+from router.observing import Observed, Observing, Told
 from router.pair import PairSender
 from router.pairing import DisaggRules, Pairing
 from router.processes.parent import processes
@@ -143,7 +145,15 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             sharing = Sharing(bus, settings.namespace, peers, load, relay, clock=clock)
         prompts = PromptBook(tokenizer=settings.tokenizer)
         whereabouts = Whereabouts(session, pass_clients_keys=guards.door is None)
-        intake = Intake(fleet, prompts, whereabouts, session_header=settings.session_header.lower().encode(), tokenize=scheduler.uses_cache)
+        holding, observed = Holding(fleet, settings.admission.max_waiting, clock=clock), Observed()
+        intake = Intake(
+            fleet,
+            prompts,
+            whereabouts,
+            session_header=settings.session_header.lower().encode(),
+            tokenize=scheduler.uses_cache,
+            holding=holding,
+        )
         calibration = Calibration()
         static = StaticRule(settings.eff_isl_threshold, settings.eff_isl_ratio_threshold)
         pairing = Pairing(DisaggRules(settings.disagg, static, enforce=settings.without_prefill == "enforce"))
@@ -188,6 +198,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             clock=clock,
             resumes=settings.resume,
             prompts=prompts if settings.forward_tokens else None,
+            observed=observed,
             spans=spans,
             recent=recent,
         )
@@ -224,6 +235,8 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         )
         census = Census(monitor=monitor, fleet=fleet, roster=roster, caches=caches, load=load, mirror=mirror, pairing=pairing, clock=clock)
         control = Admin(roster, census)
+        told = Told(observed, holding, fleet, census, load, gate)
+        observing = Observing(bus, settings.namespace, peers.router, told, clock=clock) if peers is not None else None
         view = View(
             recent=recent or Recent(),
             census=census,
@@ -251,10 +264,10 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         if guards.files:
             stack.enter_context(told_by_hangup(guards.files))
             group.create_task(guards.files.run(), name="files")
-        for room in (relay, mirror, monitor, finder, server, gate, sharing, broker, spans):
+        for room in (relay, mirror, monitor, finder, server, gate, sharing, observing, broker, spans):
             if room is not None:
                 group.create_task(room.run(), name=type(room).__name__.lower())
-        group.create_task(_keep_house(caches, load, membership, roster, gate), name="housekeeping")
+        group.create_task(_keep_house(caches, load, membership, roster, gate, holding), name="housekeeping")
         if part is not None:
             if sharing is None:
                 raise AssertionError
@@ -316,7 +329,7 @@ def _dispatch(proxy: Proxy, answers: Answers, trace_ratio: float = 0.0) -> Handl
     return handle
 
 
-async def _keep_house(caches: Caches, load: LoadBook, membership: Membership, roster: Roster, gate: Gate) -> None:
+async def _keep_house(caches: Caches, load: LoadBook, membership: Membership, roster: Roster, gate: Gate, holding: Holding) -> None:
     """Time-outs of engines, and memory given back, in slices that the loop does not notice."""
     while True:
         await asyncio.sleep(SWEEP_PERIOD_S)
@@ -329,6 +342,7 @@ async def _keep_house(caches: Caches, load: LoadBook, membership: Membership, ro
         load.sweep(SWEEP_ENTRIES)
         roster.sweep()
         gate.sweep()
+        holding.sweep()
 
 
 def _control_session() -> aiohttp.ClientSession:

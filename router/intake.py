@@ -14,6 +14,7 @@ from router.disagg import Why
 from router.divisible import undivided
 from router.exchange import Headers
 from router.fleet import Fleet, Member
+from router.holding import Holding
 from router.prompts import conversion
 from router.prompts.book import PromptBook, Tokens
 from router.prompts.errors import NotRenderable, PromptRejected
@@ -88,16 +89,29 @@ class Asked(msgspec.Struct):
 class Intake:
     """Reads requests."""
 
-    def __init__(self, fleet: Fleet, prompts: PromptBook, whereabouts: Whereabouts, *, session_header: bytes, tokenize: bool) -> None:
-        """`tokenize` False: the policy in use does not look at prompts."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        prompts: PromptBook,
+        whereabouts: Whereabouts,
+        *,
+        session_header: bytes,
+        tokenize: bool,
+        holding: Holding | None = None,
+    ) -> None:
+        """`tokenize` False: the policy in use does not look at prompts. `holding`: where requests wait for a model's first engine."""
         self._fleet = fleet
         self._prompts = prompts
         self._whereabouts = whereabouts
         self._session_header = session_header
         self._tokenize = tokenize
+        self._holding = holding
 
     async def read(self, route: Route, body: bytes, headers: Headers) -> Asked:
-        """Parse, find the model's engines, tokenize. Raises `openai.BadBody` with the status and words for the client."""
+        """Parse, find the model's engines, tokenize. Raises `openai.BadBody` with the status and words for the client.
+
+        A model whose first engine is being started is waited for; raises `Shed` when that takes too long.
+        """
         content_type = session = None
         for name, value in headers:
             if name == b"content-type":
@@ -107,6 +121,15 @@ class Intake:
         parsed = openai.parse(body, content_type if route.form is PromptForm.UNREAD else None)
         model = parsed.model
         members = self._fleet.able(model, route.engines) if model is not None else []
+        if (
+            not members
+            and model is not None
+            and self._holding is not None
+            and not self._fleet.of_model(model)
+            and self._holding.comes(model)
+        ):
+            await self._holding.enter(model)
+            members = self._fleet.able(model, route.engines)
         if not members or model is None:
             model, members = self._engines_for(route, model)
         if parsed.must_strip:

@@ -21,6 +21,7 @@ from router import openai, stored
 from router.admission import Reason, Shed
 from router.entrance import Visit
 from router.metrics import REASONS, ROUTES, Phase
+from router.observing import Observed
 from router.pair import PairSender, Setback
 from router.relay import Relay
 from router.resumption import COMPLETED, Resumption
@@ -148,6 +149,7 @@ class Proxy:
         clock: Callable[[], float],
         resumes: int = 0,
         prompts: PromptBook | None = None,
+        observed: Observed | None = None,
         spans: Exporter | None = None,
         recent: Recent | None = None,
     ) -> None:
@@ -167,6 +169,7 @@ class Proxy:
         self._clock = clock
         self._resumes = resumes
         self._prompts = prompts
+        self._observed = Observed() if observed is None else observed
         self._spans = spans
         self._recent = recent
 
@@ -175,6 +178,7 @@ class Proxy:
         trip = Trip(self._clock())
         try:
             trip.asked = await self._intake.read(INFERENCE[exchange.path], _asking(exchange), exchange.headers)
+            self._observed.arrived(trip.asked.request.model, trip.asked.request.prompt_tokens)
             if self._spans is not None:
                 trip.read_at = self._clock()
             await self._try_engines(exchange, trip, trip.asked)
@@ -186,6 +190,9 @@ class Proxy:
         except openai.BadBody as error:
             trip.failure = error.logged
             exchange.error(error.status, str(error))
+        except Shed as nowhere:  # its model's first engine did not come in time
+            trip.failure = str(nowhere)
+            self._give_up(exchange, nowhere, trip, Tries())
         except PolicyError as error:
             trip.failure = str(error)
             if exchange.started:
@@ -242,12 +249,17 @@ class Proxy:
         choice, sent_at = place.choice, self._clock()
 
         def first_token() -> None:
-            trip.first_token_at = trip.first_token_at or self._clock()
+            if trip.first_token_at is None:
+                trip.first_token_at = self._clock()
+                if trip.relay is not None and trip.relay.streamed:
+                    self._observed.first_token(choice.asked.request.model, trip.first_token_at - trip.started)
             self._chooser.first_token(choice, place.reservation, sent_at, streamed=trip.relay is not None and trip.relay.streamed)
 
         if not trip.tries:
             trip.chosen_at = sent_at
         trip.tries += 1
+        if trip.tries == 1:
+            self._observed.admitted(choice.asked.request.model, sent_at - trip.started)
         explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []
         relay, body = self._relay(exchange, trip, choice, explained, first_token)
         trip.relay, trip.sent_at = relay, sent_at
@@ -356,6 +368,8 @@ class Proxy:
 
     def _give_up(self, exchange: Exchange, nowhere: NoCandidate | Shed, trip: Trip, tries: Tries) -> None:
         """No engine will answer: give the client the most telling failure there was."""
+        if trip.asked is not None:
+            self._observed.shed(trip.asked.request.model)
         if exchange.started and trip.resumption is not None:
             self._metrics.broke_off("no_engine")
             trip.resumption.give_up(trip.relay, EngineBroken(f"{trip.failure}; {nowhere}"))
@@ -394,7 +408,22 @@ class Proxy:
         if trip.failure:
             fields["failure"] = trip.failure
         event(log, logging.INFO, "request", **fields)
+        self._observe(trip, now)
         self._tell(exchange, trip, now, fields)
+
+    def _observe(self, trip: Trip, now: float) -> None:
+        """Count for planners what the client saw."""
+        if trip.asked is None:
+            return
+        model, relay, began = trip.asked.request.model, trip.relay, trip.first_token_at
+        if trip.choice is not None and trip.asked.request.prompt_tokens:
+            self._observed.prompt(model, trip.asked.request.prompt_tokens, trip.choice.overlap_tokens)
+        if relay is None or began is None:
+            return
+        if not (trip.failure or trip.left):
+            whole = relay.usage is not None and (trip.resumption is None or not trip.resumption.times)
+            tokens = relay.usage.completion_tokens if relay.usage is not None and whole else 0
+            self._observed.finished(model, tokens, now - began if relay.streamed else None)
 
     def _tell(self, exchange: Exchange, trip: Trip, now: float, fields: dict[str, object]) -> None:
         """Hand what is known of the request to whoever asked for it; `fields` are those of the log's line."""
