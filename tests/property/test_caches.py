@@ -119,8 +119,9 @@ class Machine(RuleBasedStateMachine):
     @rule(limit=st.integers(0, 60))
     def sweep(self, limit: int) -> None:
         if self.caches.sweep(limit) < limit:
-            in_tiers = sum(len(set().union(*(held[tier] for held in self.held.values()))) for tier in Tier)
-            assert len(self.caches) == in_tiers + sum(map(len, self.predicted.values()))
+            held = [[tiers[tier] for tiers in self.held.values()] for tier in Tier]
+            least, most = sum(len(set[int]().union(*tier)) for tier in held), sum(len(keys) for tier in held for keys in tier)
+            assert least <= len(self.caches) - sum(map(len, self.predicted.values())) <= most
 
     @precondition(lambda self: self.held)
     @rule(keys=prompts, in_flight=st.dictionaries(endpoints, st.integers(1, 30)), believed=st.sets(endpoints))
