@@ -54,6 +54,8 @@ class Subjects:
         """Where planners tell how many engines there are to be."""
         self.acknowledgements = f"{namespace}.plans.done"
         """Where whoever carries plans out says that one is."""
+        self.engines = f"{namespace}.engines"
+        """Where engines are announced."""
 
     def stream(self, endpoint: Endpoint) -> str:
         """Where the batches and beacons of one endpoint are published."""

@@ -61,7 +61,7 @@ def _lengths(ends: list[int]) -> list[int]:
     return [end - begin for begin, end in pairwise((0, *ends))] if len(ends) > 1 else []
 
 
-class _Held:
+class HeldKeys:
     """The keys held in one tier, and how many (hash, group) pairs hold each."""
 
     __slots__ = ("again", "keys")
@@ -116,7 +116,7 @@ class _Copies:
         """Copies beyond the first; absent when there is one, as there nearly always is."""
 
     def add(
-        self, hashes: list[BlockHash], keys: list[int], parent: int, held: _Held, *, again: bool = False
+        self, hashes: list[BlockHash], keys: list[int], parent: int, held: HeldKeys, *, again: bool = False
     ) -> tuple[list[int], list[int]]:
         """One more copy of each of a chain behind `parent` (`again`: unless it has one).
 
@@ -139,7 +139,7 @@ class _Copies:
         return self._add_each(hashes, keys, parents, held, again=again)
 
     def _add_each(
-        self, hashes: list[BlockHash], keys: list[int], parents: list[int], held: _Held, *, again: bool
+        self, hashes: list[BlockHash], keys: list[int], parents: list[int], held: HeldKeys, *, again: bool
     ) -> tuple[list[int], list[int]]:
         """As `add`, one by one."""
         names = self.keys
@@ -194,7 +194,7 @@ class Translator:
         self._odd_size: int | None = None
         """A block size that device events had although blocks of another size are held."""
         self._copies: dict[tuple[Tier, int], _Copies] = {}
-        self._held = {tier: _Held() for tier in Tier}
+        self._held = {tier: HeldKeys() for tier in Tier}
         self._partial_groups: set[int] = set()
         """Groups that do not hold whole prefixes; their removals carry nothing but the number."""
         self._orphans = 0

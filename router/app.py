@@ -32,6 +32,8 @@ from discovery.peers import Peers
 from discovery.registry import Registry
 from discovery.relay import Relay as KvRelay
 from discovery.sharing import Sharing
+from discovery.sources.chosen import chosen
+from discovery.sources.finder import Finder
 from router.admin import MAX_BODY_BYTES, Admin
 from router.admission import QueueLimits
 from router.answers import Answers
@@ -41,9 +43,10 @@ from router.calibration import Calibration
 from router.census import Census
 from router.chooser import Chooser
 from router.disagg import StaticRule
+from router.entrance import HeaderNames
 from router.exchange import Exchange
 from router.fleet import Fleet
-from router.gate import Gate, HeaderNames
+from router.gate import Gate
 from router.guards import read_guards
 from router.holding import Holding
 from router.intake import Intake
@@ -199,7 +202,9 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             spans=spans,
             recent=recent,
         )
-        beginning = Beginning(monitor, fleet, clock=clock)
+        roster = Roster(monitor, fleet, load)
+        finder = Finder(chosen(settings.discover, bus, settings.namespace), roster, fixed=monitor.watched)
+        beginning = Beginning(monitor, fleet, finder, clock=clock)
         group_of_all = None if part is None else part.group
         answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: beginning.over and not server.stopping, group=group_of_all)
         server = Server(
@@ -224,10 +229,10 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
                 gate=gate,
                 peers=peers,
                 spans=spans,
+                finder=finder,
                 clock=clock,
             )
         )
-        roster = Roster(monitor, fleet, load)
         census = Census(monitor=monitor, fleet=fleet, roster=roster, caches=caches, load=load, mirror=mirror, pairing=pairing, clock=clock)
         control = Admin(roster, census)
         told = Told(observed, holding, fleet, census, load, gate)
@@ -259,7 +264,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         if guards.files:
             stack.enter_context(told_by_hangup(guards.files))
             group.create_task(guards.files.run(), name="files")
-        for room in (relay, mirror, monitor, server, gate, sharing, observing, broker, spans):
+        for room in (relay, mirror, monitor, finder, server, gate, sharing, observing, broker, spans):
             if room is not None:
                 group.create_task(room.run(), name=type(room).__name__.lower())
         group.create_task(_keep_house(caches, load, membership, roster, gate, holding), name="housekeeping")

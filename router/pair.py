@@ -34,8 +34,8 @@ from router.token_ids import Outcome, is_only_ids, judged
 
 if TYPE_CHECKING:
     from router.chooser import Choice, Chooser
+    from router.entrance import Place
     from router.forward import Line
-    from router.gate import Place
     from router.metrics import Metrics
     from router.pairing import Awaited
     from router.prompts.book import PromptBook

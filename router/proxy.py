@@ -19,7 +19,7 @@ from engines import vllm
 from engines.errors import EngineBroken, EngineClosed, EngineConnectTimeout, EngineError, EngineTimeout, EngineUnreachable
 from router import openai, stored
 from router.admission import Reason, Shed
-from router.gate import Visit
+from router.entrance import Visit
 from router.metrics import REASONS, ROUTES, Phase
 from router.observing import Observed
 from router.pair import PairSender, Setback
@@ -36,9 +36,10 @@ from router.ui.recent import MAX_FAILURE_CHARS, Ended
 
 if TYPE_CHECKING:
     from router.chooser import Choice, Chooser
+    from router.entrance import Place
     from router.exchange import Exchange, Headers
     from router.forward import Line
-    from router.gate import Gate, Place
+    from router.gate import Gate
     from router.intake import Asked, Intake
     from router.metrics import Metrics
     from router.prompts.book import PromptBook

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from discovery.readings import ENDPOINT, of_bus, of_relay
 from discovery.signal import SignalState
+from discovery.sources.finder import of_finder
 from engines.types import Tier
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from discovery.peers import Peers
     from discovery.readings import Reading
     from discovery.relay import Relay
+    from discovery.sources.finder import Finder
     from engines.types import Endpoint
     from router.caches import Caches
     from router.calibration import Calibration
@@ -61,6 +63,7 @@ class Readings:
         gate: Gate,
         peers: Peers | None,
         spans: Exporter | None = None,
+        finder: Finder,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
@@ -76,6 +79,7 @@ class Readings:
         self._gate = gate
         self._peers = peers
         self._spans = spans
+        self._finder = finder
         self._clock = clock
 
     def __call__(self) -> Iterator[Reading]:
@@ -218,3 +222,4 @@ class Readings:
         others = float(0 if self._peers is None else len(self._peers))
         yield "router_peers", "Other routers and relays heard of on the bus.", (), [((), others)]
         yield from of_bus(self._bus, "router")
+        yield from of_finder(self._finder)

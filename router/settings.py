@@ -27,6 +27,8 @@ from discovery.access import (
 )
 from discovery.config import Complaint
 from discovery.logs import LogFormat, LogLevel
+from discovery.sources import settings as sources
+from discovery.sources.settings import DiscoverSettings
 from engines.types import EngineSpec
 from router.disagg import Mode
 from router.keys import BadKeys, read_keys
@@ -94,6 +96,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "`http://h:8000,kv-events=tcp://h:5557,kv-replay=tcp://h:5558,block-size=16,tokenizer=/models/m,api-key=…`. Repeatable."
         ),
     ] = ()
+    discover: DiscoverSettings = DiscoverSettings()
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "0.0.0.0"  # noqa: S104  a router is there to be reached
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")] = 8080
     processes: Annotated[
@@ -251,12 +254,13 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self, given: frozenset[str]) -> Iterator[Complaint]:
         """What is wrong in combination; `given` holds the keys that somebody set."""
-        if not self.engine and not self.has_admin:
+        if not self.engine and not self.has_admin and not self.discover.used:
             yield Complaint("engine", "no engine is named; name at least one: --engine http://HOST:PORT")
         for url, count in Counter(spec.url for spec in self.engine).items():
             if count > 1:
                 yield Complaint("engine", f"{url} is named {count} times")
         yield from complaints(self, given)
+        yield from sources.complaints(self.discover, given, nats=self.nats)
         if self.processes > 1 and not SHARES_PORTS:
             yield Complaint("processes", "more than one needs Linux, which alone spreads connections over processes that share a port")
         try:

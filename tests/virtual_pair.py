@@ -15,7 +15,8 @@ from engines.metrics import EngineWork
 from engines.simulator.cache import BlockCache
 from engines.simulator.handover import Fetch, contents
 from engines.simulator.hashes import BlockNamer
-from engines.simulator.scheduler import Limits, Prompt, Scheduler, Sequence, Step
+from engines.simulator.scheduler import Limits, Scheduler, Step
+from engines.simulator.sequences import Prompt, Sequence, Spoken
 from engines.simulator.settings import SimulateSettings
 from engines.simulator.timing import Timing
 from engines.simulator.words import Words
@@ -81,9 +82,9 @@ class Engine:
             BlockCache(settings.kv_blocks, settings.block_size),
             Timing.of(settings),
             Limits(settings.max_num_seqs, settings.max_num_batched_tokens),
-            Words({1: "a", 2: "b"}),
             prefix_caching=False,
         )
+        self._words = Words({1: "a", 2: "b"})
         self.fetch: Callable[[Sequence], None] = lambda _: None
         self._clock = clock
         self._namer = BlockNamer(EngineKind.VLLM, settings.block_size)
@@ -92,7 +93,7 @@ class Engine:
 
     def submit(self, prompt: Prompt, told: Callable[[], None]) -> None:
         """`told` is called for each token."""
-        sequence = Sequence(prompt, self._namer.chain())
+        sequence = Spoken(prompt, self._namer.chain(), self._words)
         self._told[sequence] = told
         self.scheduler.submit(sequence)
         self.nudge()

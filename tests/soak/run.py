@@ -123,23 +123,25 @@ async def rest(router: Process, name: str) -> float:
 
 async def compared(
     routers: Sequence[Process], engines: Sequence[SimulatedEngine], ways: Sequence[TcpRelay], prompts: Sequence[list[int]]
-) -> tuple[int, int]:
-    """How many overlaps were compared, and how many are wrong once they have had their time."""
+) -> tuple[int, list[str]]:
+    """How many overlaps were compared, and those that are wrong once they have had their time."""
     truth = {way.url: [held(engine, prompt) for prompt in prompts] for engine, way in zip(engines, ways, strict=True)}
 
-    async def wrong() -> int:
-        count = 0
-        for router in routers:
+    async def wrong() -> list[str]:
+        found = []
+        for index, router in enumerate(routers):
             for number, prompt in enumerate(prompts):
                 answer = await router.post("/route", {"model": "sim", "prompt": prompt})
-                if answer.status != 200:
-                    return len(prompts)
-                believed = {one["engine"]: one["overlap"]["device"] for one in answer.json["candidates"]}
-                count += sum(believed.get(url) != known[number] for url, known in truth.items())
-        return count
+                told = {one["engine"]: one for one in answer.json["candidates"]} if answer.status == 200 else {}
+                for place, (url, known) in enumerate(truth.items()):
+                    believed = told[url]["overlap"]["device"] if url in told else None
+                    if believed != known[number]:
+                        signal = told[url]["signal"] if url in told else "no candidate"
+                        found.append(f"router {index} believes {believed} blocks at engine {place}, which holds {known[number]} ({signal})")
+        return found
 
     async def right() -> bool:
-        return await wrong() == 0
+        return not await wrong()
 
     with contextlib.suppress(AssertionError):
         await until(right, deadline_s=CALM_WITHIN_S)
