@@ -11,10 +11,14 @@ from typing import Final, Protocol
 
 from discovery.observations import histogram_of
 from engines.types import Role
+from planner.policy import Policy
+from planner.rules import Rules
 from planner.trial.fleet import Scaler
-from planner.types import Observation, Pool, Replica, ReplicaState, Traffic
+from planner.trial.scalers import Planned
+from planner.types import Observation, Pool, Replica, ReplicaState, Slo, Traffic
 
 MS: Final = 1e3
+PERIOD_S: Final = 5.0
 
 
 class ServedRequest(Protocol):
@@ -80,13 +84,28 @@ class Replaying:
     def __init__(self, pools: Sequence[Pool], scaler: Scaler, *, period_s: float, startup_s: float) -> None:
         self.period_s = period_s
         self.startup_s = startup_s
+        self.engine_s = 0.0
+        """Engines that were there, draining ones included, times seconds."""
+        self.least = self.most = 0
         self._pools = tuple(pools)
         self._scaler = scaler
 
     def replicas(self, seen: ReplaySeen) -> Mapping[Role, int]:
         """How many of each role there are to be."""
+        there = sum(one.state in _STATES for one in seen.replicas)
+        self.engine_s += there * seen.window_s
+        self.least = there if not self.most else min(self.least, there)
+        self.most = max(self.most, there)
         targets = self._scaler.tick(observed(seen, self._pools))
         return {pool.role: targets[pool.name] for pool in self._pools if pool.name in targets}
+
+
+def planned(engines: int, prefill_engines: int, ttft_s: float, itl_ms: float, startup_s: float) -> Replaying:
+    """The planner's policy with its defaults, for a fleet that begins with so many engines and may have four times as many."""
+    counts = {Role.AGGREGATED: engines} if not prefill_engines else {Role.PREFILL: prefill_engines, Role.DECODE: engines - prefill_engines}
+    pools = tuple(Pool(role.value, role, max=4 * count, startup_s=startup_s) for role, count in counts.items())
+    policy = Policy(pools, Rules(slo=Slo(ttft_s, itl_ms / MS)))
+    return Replaying(pools, Planned(policy), period_s=PERIOD_S, startup_s=startup_s)
 
 
 def observed(seen: ReplaySeen, pools: Sequence[Pool]) -> Observation:

@@ -127,6 +127,13 @@ class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     router_temperature: Annotated[
         float, Meta(ge=0, description="Above 0, engines are drawn with odds by cost instead of always taking the cheapest.")
     ] = 0.0
+    planner: Annotated[
+        bool,
+        Meta(
+            description="Have the planner decide how many engines there are, up to four times `engines`, by the targets below; and say what it took."
+        ),
+    ] = False
+    startup_s: Annotated[Positive, Meta(description="With the planner: time that an engine takes to start.")] = 60.0
     ttft_target_s: Annotated[Positive, Meta(description="Time to first token of a request that counts as good.")] = 2.0
     itl_target_ms: Annotated[Positive, Meta(description="Mean time between its tokens.")] = 50.0
     json: Annotated[Text | None, Meta(description="File to write every run to, as a JSON array; `-` for stdout, instead of the table.")] = (
@@ -171,6 +178,8 @@ class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         for key in ("link", "disagg", "kv_bytes_per_token"):
             if key in given and not self.prefill_engines:
                 yield Complaint(key, "has no effect without prefill_engines")
+        if "startup_s" in given and not self.planner:
+            yield Complaint("startup_s", "has no effect without planner")
         if "event_delay_ms" in given and not self.kv_events:
             yield Complaint("event_delay_ms", "has no effect without kv_events")
 
