@@ -37,7 +37,7 @@ class Beside:
     def __init__(self, name: str, table: Mapping[str, object], folder: Path) -> None:
         """Its configuration is written to `folder`, which must be ours alone."""
         self.name = name
-        self._table = table
+        self.table = table
         self._file = folder / f"{name}.toml"
         self._process: Process | None = None
 
@@ -95,7 +95,7 @@ class Beside:
         return [sys.executable, "-P", "-m", "commutator", self.name, "--config", str(self._file)]
 
     def _write(self) -> None:
-        self._file.write_text("".join(f"{key} = {toml(value)}\n" for key, value in self._table.items()), encoding="utf-8")
+        self._file.write_text("".join(f"{key} = {toml(value)}\n" for key, value in self.table.items()), encoding="utf-8")
 
 
 def toml(value: object) -> str:

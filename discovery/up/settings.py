@@ -27,6 +27,8 @@ _SHORT = ("model", "launch", "gpus", "prefill_gpus", "decode_gpus", "replicas", 
 """Keys that describe the one pool, or pair of pools, of the short form."""
 _OURS = ("engine", "host", "port", "log_level", "log_format")
 """Keys of `serve` that are set here, beside the table."""
+_PLANNED = ("actuator", "pool", "router", "router_token", "nats", "namespace", "log_folder", "log_level", "log_format")
+"""Keys of `plan` that follow from what else is said."""
 
 
 class UpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +63,13 @@ class UpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dict[str, object],
         Meta(description="Anything else that `commutator serve` can be told, by its keys: in the file a `[serve]` table."),
     ] = {}
+    plan: Annotated[
+        dict[str, object] | None,
+        Meta(
+            description="Has `commutator plan` say how many engines there are, from none at first up to what the pools have room for; "
+            "what it can be told by its keys: in the file a `[plan]` table, which may be empty."
+        ),
+    ] = None
     log_folder: Annotated[Text, Meta(description="Folder of the engines' logs, one file for each.")] = "commutator-logs"
     ready_within_s: Annotated[
         Seconds, Meta(description="Time an engine has to serve, weights to download included; after that everything is stopped.")
@@ -106,6 +115,12 @@ class UpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         roles = {pool.role for pool in self.pool if pool.size}
         if self.pool and Role.PREFILL in roles and Role.DECODE not in roles:
             yield Complaint("pool", 'prefill engines have an effect only with decode engines; name a pool with role = "decode"')
+        yield from self._of_the_tables()
+
+    def _of_the_tables(self) -> Iterator[Complaint]:
+        for key in _PLANNED:
+            if key in (self.plan or {}):
+                yield Complaint("plan", f"`{key}` has no effect in it: it follows from the rest")
         for key in _OURS:
             if key in self.serve:
                 where = "the pools say" if key == "engine" else f"`{key}` says, outside of it,"

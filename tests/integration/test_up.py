@@ -41,7 +41,8 @@ class Up:
 
     def __init__(self, process: asyncio.subprocess.Process, told: dict[str, Any], log: Path, session: aiohttp.ClientSession) -> None:
         self.process = process
-        self.engines: list[dict[str, str]] = told["engines"]
+        self.engines: list[dict[str, str]] = told.get("engines", [])
+        self.planner: str = told.get("planner", "")
         self.router = Router(told["url"], session)
         self._log = log
 
@@ -128,6 +129,20 @@ async def test_what_the_router_would_refuse_is_said_before_anything_is_started(t
     assert code == 2
     assert "[serve] unknown key polcy; did you mean 'policy'?" in said
     assert not (tmp_path / "logs").exists()
+
+
+async def test_with_a_planner_it_starts_the_engines_and_all_of_it_ends(tmp_path: Path) -> None:
+    pool = '{"name": "chat", "engine": "simulated"}'
+    async with up(tmp_path, "--pool", pool, "--plan", '{"aggregated": {"min": 2, "max": 3}}') as running:
+
+        async def two() -> bool:
+            return await running.router.serving() == 2
+
+        await until(two, what="as many as the least")
+        assert (await running.router.chat("hello")).status == 200
+        async with running.router.session.get(running.planner + "/decisions") as answer:
+            assert answer.status == 200
+    assert engines_in(tmp_path) == []
 
 
 async def test_ctrl_c_while_engines_start_ends_them(tmp_path: Path) -> None:

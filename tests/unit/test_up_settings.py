@@ -76,6 +76,13 @@ def test_a_table_is_json_where_there_is_no_toml() -> None:
     assert settings.serve == {"policy": "random"}
 
 
+def test_a_planner_may_be_told_things_and_not_what_follows_from_the_rest() -> None:
+    assert told("--model", "M").plan is None
+    assert told("--model", "M", "--plan", "{}").plan == {}
+    with pytest.raises(ConfigError, match="`actuator` has no effect in it"):
+        told("--model", "M", "--plan", '{"actuator": "dry-run"}')
+
+
 def test_what_is_in_force_can_be_loaded_again() -> None:
     first = load(UpSettings, argv=("--config", "up.toml"), environ={}, read_file=lambda _: FILE)
     assert told(file=in_force(first)).pools == first.settings.pools
