@@ -2,11 +2,11 @@
 FROM python:3.12-slim AS build
 WORKDIR /src
 COPY . .
-RUN pip wheel --no-cache-dir --wheel-dir /wheels '.[otel]'
+RUN pip wheel --no-cache-dir --wheel-dir /wheels '.[dns,docker,kubernetes,otel]'
 
 FROM python:3.12-slim
 COPY --from=build /wheels /wheels
-RUN pip install --no-cache-dir --no-index --no-compile --find-links /wheels 'commutator[otel]' && rm -r /wheels && useradd --system --uid 10001 commutator
+RUN pip install --no-cache-dir --no-index --no-compile --find-links /wheels 'commutator[dns,docker,kubernetes,otel]' && rm -r /wheels && useradd --system --uid 10001 commutator
 USER 10001
 EXPOSE 8080
 # Of a command that serves elsewhere, HEALTH_URL says where.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,16 @@ import pytest
 import yaml
 
 import commutator
-from discovery.config.specs import parse_engine_spec
+from discovery.sources.objects import KINDS, found_in
+from engines.types import Role
 
 FOLDER = Path(commutator.__file__).parent / "deploy" / "kubernetes"
 OVERLAYS = ("vllm", "disagg")
+IPS = {"vllm": "10.0.0.1", "prefill": "10.0.0.2", "decode": "10.0.0.3"}
+ENGINES = {
+    "vllm": [("http://10.0.0.1:8000", None)],
+    "disagg": [("http://10.0.0.2:8000", Role.PREFILL), ("http://10.0.0.3:8000", Role.DECODE)],
+}
 
 
 def resources(folder: str) -> Iterator[dict[str, Any]]:
@@ -38,7 +43,7 @@ def test_each_resource_is_what_its_schema_says(overlay: str) -> None:
     found = list(resources(overlay))
     for item in found:
         kubernetes_validate.validate(item, "1.34", strict=True)
-    assert {item["kind"] for item in found} == {"ServiceAccount", "Deployment", "Service", "PodDisruptionBudget", "StatefulSet"}
+    assert {item["kind"] for item in found} == {"ServiceAccount", "Role", "RoleBinding", "Deployment", "Service", "PodDisruptionBudget"}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(found[-1] | {"spec": {"minReplicas": "one"}}, "1.34", strict=True)
 
@@ -51,12 +56,11 @@ def test_selectors_services_and_volumes_name_what_there_is(overlay: str) -> None
     for item in found:
         selector = item.get("spec", {}).get("selector", {})
         if selector:
-            assert selector.get("matchLabels", selector) in labels, item["metadata"]["name"]
+            wanted = selector.get("matchLabels", selector).items()
+            assert any(wanted <= of_a_pod.items() for of_a_pod in labels), item["metadata"]["name"]
         if item["kind"] == "Service":
             assert {port["targetPort"] for port in item["spec"]["ports"]} <= ports
-    services = {item["metadata"]["name"] for item in found if item["kind"] == "Service"}
-    for item, template in pods(overlay):
-        assert item["spec"].get("serviceName", "commutator") in services
+    for _, template in pods(overlay):
         volumes = {volume["name"] for volume in template["spec"].get("volumes", [])}
         assert {mount["name"] for one in template["spec"]["containers"] for mount in one.get("volumeMounts", [])} == volumes
         for one in template["spec"]["containers"]:
@@ -64,24 +68,28 @@ def test_selectors_services_and_volumes_name_what_there_is(overlay: str) -> None
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_router_runs_with_the_options_and_the_engines_that_there_are(overlay: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_router_finds_the_engines_that_there_are_and_may_ask_for_them(overlay: str, capsys: pytest.CaptureFixture[str]) -> None:
     (router,) = [one for _, template in pods(overlay) for one in template["spec"]["containers"] if one["name"] == "router"]
-    config = FOLDER / overlay / "commutator.toml"
-    arguments = [argument.replace("/etc/commutator/commutator.toml", str(config)) for argument in router["args"]]
-    assert arguments != router["args"]
-    code = commutator.run([*arguments, "--check-config"], {})
+    code = commutator.run([*router["args"], "--check-config"], {})
     assert (code, capsys.readouterr().err) == (0, "")
-    replicas = {
-        f"http://{item['metadata']['name']}-{number}.{item['spec']['serviceName']}:8000"
-        for item in resources(overlay)
-        if item["kind"] == "StatefulSet"
-        for number in range(item["spec"]["replicas"])
-    }
-    assert {parse_engine_spec(line).url for line in tomllib.loads(config.read_text())["engine"]} == replicas
+    (selector,) = [argument.partition("=")[2] for argument in router["args"] if argument.startswith("--discover-kubernetes=")]
+    name, _, value = selector.partition("=")
+    running = [_running(template) for _, template in pods(overlay) if template["metadata"]["labels"].get(name) == value]
+    found = found_in(KINDS["pods"], running, {})
+    assert found.faults == ()
+    assert [(spec.url, spec.role) for spec in found.specs] == ENGINES[overlay]
+    (role,) = [item for item in resources(overlay) if item["kind"] == "Role"]
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+
+
+def _running(template: dict[str, Any]) -> dict[str, Any]:
+    """A pod of the template, as the API server tells of it."""
+    name = template["metadata"]["labels"]["app.kubernetes.io/name"]
+    return template | {"metadata": template["metadata"] | {"name": name}, "status": {"phase": "Running", "podIP": IPS[name]}}
 
 
 def test_kv_transfer_has_the_shared_memory_the_address_and_the_transport_it_needs() -> None:
-    engines = [template["spec"] for item, template in pods("disagg") if item["kind"] == "StatefulSet"]
+    engines = [template["spec"] for item, template in pods("disagg") if item["metadata"]["name"] in IPS]
     assert len(engines) == 2
     for spec in engines:
         assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}} in spec["volumes"]
