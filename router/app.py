@@ -73,6 +73,7 @@ from router.stored import Whereabouts
 from router.tracing import Trace
 from router.ui.document import document
 from router.ui.page import LivePage
+from router.ui.plans import Plans
 from router.ui.recent import Recent
 from router.ui.view import View
 from router.upstream import Timeouts
@@ -235,10 +236,12 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         )
         census = Census(monitor=monitor, fleet=fleet, roster=roster, caches=caches, load=load, mirror=mirror, pairing=pairing, clock=clock)
         control = Admin(roster, census)
+        plans = Plans()
         told = Told(observed, holding, fleet, census, load, gate)
-        observing = Observing(bus, settings.namespace, peers.router, told, clock=clock) if peers is not None else None
+        observing = Observing(bus, settings.namespace, peers.router, told, plans, clock=clock) if peers is not None else None
         view = View(
             recent=recent or Recent(),
+            plans=plans,
             census=census,
             fleet=fleet,
             caches=caches,

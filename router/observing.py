@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from router.gate import Gate
     from router.holding import Holding
     from router.load import LoadBook
+    from router.ui.plans import Plans
 
 MS: Final = 1e3
 MAX_MODELS: Final = 1000
@@ -96,12 +97,13 @@ class Told(NamedTuple):
 class Observing:
     """Tells, and hears of plans."""
 
-    def __init__(self, bus: Bus, namespace: str, router: str, told: Told, *, clock: Callable[[], float]) -> None:
+    def __init__(self, bus: Bus, namespace: str, router: str, told: Told, plans: Plans, *, clock: Callable[[], float]) -> None:
         self.rejected = 0
         """Messages that could not be read."""
         self._bus = bus
         self._subjects = Subjects(namespace)
         self._router = router
+        self._plans = plans
         self._observed, self._holding, self._fleet, self._census, self._load, self._gate = told
         self._clock = clock
         self._began = clock()
@@ -156,4 +158,6 @@ class Observing:
         except (msgspec.MsgspecError, ValueError, RecursionError):
             self.rejected += 1
             return
-        self._holding.expect(plan.model, plan.comes_within_s, self._clock())
+        now = self._clock()
+        self._holding.expect(plan.model, plan.comes_within_s, now)
+        self._plans.heard(plan, now)

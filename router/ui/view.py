@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from router.metrics import Metrics
     from router.pairing import Pairing
     from router.server import Server
+    from router.ui.plans import Plans
     from router.ui.recent import Ended, Recent
 
 
@@ -37,6 +38,7 @@ class View:
         self,
         *,
         recent: Recent,
+        plans: Plans,
         census: Census,
         fleet: Fleet,
         caches: Caches,
@@ -50,6 +52,7 @@ class View:
         clock: Callable[[], float],
     ) -> None:
         self._recent = recent
+        self._plans = plans
         self._census = census
         self._fleet = fleet
         self._caches = caches
@@ -86,6 +89,7 @@ class View:
             ],
             transfers=self._metrics.transfers,
             disagg=pairing.rules.mode.value if self._fleet.splits else "",
+            plans=self._plans.told(now),
         )
 
     async def _engines(self) -> list[dict[str, Any]]:

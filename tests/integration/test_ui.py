@@ -7,11 +7,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from engines.types import EngineSpec
+from discovery.bus import Bus
+from discovery.observations import PlanMessage, PlanPool
+from discovery.subjects import Subjects
+from engines.types import EngineSpec, Role
 from router.ui.page import PAGE_PATHS
 from tests.browser import Page, browser, chromium_path
+from tests.integration.nats_servers import nats_server
 from tests.integration.processes import TOKEN, group
 from tests.rig import Router, fleet, prompt, routing
 from tests.waiting import until
@@ -96,6 +101,21 @@ async def test_several_processes_are_shown_as_one_router(tmp_path: Path) -> None
         assert sum(state["latency"]["requests"]) == len(answers)
         assert {engine["id"] for engine in state["engines"]} == {engine.url for engine in engines}
         assert sum(endpoint["recent_requests"] for engine in state["engines"] for endpoint in engine["endpoints"]) == len(answers)
+
+
+async def test_what_a_planner_says_on_the_bus_is_shown(tmp_path: Path) -> None:
+    async with nats_server(tmp_path) as nats, fleet(1) as engines, routing(engines, nats=nats.url, admin_token=TOKEN) as router:
+        bus = Bus()
+        await bus.connect(nats.url, name="a planner")
+        plan = PlanMessage("p", 1, 0.0, "sim", (PlanPool("sim", Role.AGGREGATED, 3, 1, (), ("ttft above target",)),))
+
+        async def shown() -> bool:
+            bus.publish(Subjects("commutator").plans, msgspec.msgpack.encode(plan))
+            _, state = await state_of(router)
+            return [one["pools"][0]["replicas"] for one in state["plans"]] == [3]
+
+        await until(shown, what="the plan is shown")
+        await bus.close()
 
 
 def test_the_page_s_files_name_nothing_outside_of_this_router() -> None:

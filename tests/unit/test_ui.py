@@ -13,20 +13,23 @@ from typing import Any
 import msgspec
 import pytest
 
+from discovery.observations import PlanMessage, PlanPool
 from discovery.signal import Signal, SignalState
-from engines.types import Endpoint
+from engines.types import Endpoint, Role
 from router.disagg import Split, Why
 from router.scheduling.types import Candidate, Decision, Load, Reason, Rejection
 from router.ui import document as documents
+from router.ui import plans as planning
 from router.ui import recent as recents
 from router.ui.document import document
 from router.ui.parts import Index, Link, Part
+from router.ui.plans import MAX_PLANNERS, Plans
 from router.ui.recent import MAX_CANDIDATES, MAX_DECISIONS, SLOT_S, SLOTS, Ended, Recent, bin_of, quantile
 
 A, B = "http://a:1", "http://b:1"
 
 
-@pytest.mark.parametrize("module", [recents, documents])
+@pytest.mark.parametrize("module", [recents, documents, planning])
 def test_the_examples_in_their_text_are_true(module: ModuleType) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0
@@ -251,6 +254,17 @@ def test_the_latest_plan_of_each_planner_is_shown() -> None:
     newer = [{"planner": "p", "at": 995.0, "replicas": 3}]
     told = document({0: part(plans=plans), 1: part(plans=newer)}, "1")["plans"]
     assert told == [{"age_s": 5.0, "planner": "p", "replicas": 3}, {"age_s": 20.0, "planner": "q", "replicas": 1}]
+
+
+def test_a_plan_is_shown_with_its_pools_and_reasons_and_names_from_the_bus_do_not_add_up() -> None:
+    plans = Plans()
+    for number in range(100):
+        plans.heard(PlanMessage(f"planner {number}", 1, 0.0, "m", ()), now=1.0)
+    plans.heard(PlanMessage("p", 3, 0.0, "m", (PlanPool("m decode", Role.DECODE, 3, 2, (), ("itl above target",)),)), now=2.0)
+    told = document({0: part(now=3.0, plans=plans.told(3.0))}, "1")["plans"]
+    assert len(told) == MAX_PLANNERS
+    pool = {"pool": "m decode", "role": "decode", "replicas": 3, "replicas_before": 2, "why": ["itl above target"]}
+    assert told[-1] == {"age_s": 1.0, "planner": "p, m", "plan": 3, "pools": [pool]}
 
 
 def test_memory_of_ten_busy_minutes_is_bounded() -> None:
