@@ -55,7 +55,7 @@ class Examiner:
         """Everything that can be said of it alone."""
         async with asyncio.TaskGroup() as group:
             looking = group.create_task(connection(engine.info))
-            found = [*_options(engine.info), await self._tokenizer(engine)]
+            found = [await self._tokenizer(engine)]
             for rank in engine.info.ranks:
                 found += await self._tried(engine, rank)
         return found + looking.result()
@@ -82,13 +82,3 @@ class Examiner:
             return judged(await trial(self._session, engine.client, info, rank, timeout_s=self._timeout_s))
         except (Refused, EngineError) as error:
             return [wrong("answers", info.id, str(error), "its log says why")]
-
-
-def _options(info: EngineInfo) -> list[Finding]:
-    """What was said of it that has no effect."""
-    spec = info.spec
-    given = [name for name in ("connector", "bootstrap", "link", "group") if getattr(spec, name)]
-    if info.role is Role.AGGREGATED and given:
-        told = f"{' and '.join(given)} {'has' if len(given) == 1 else 'have'} no effect on an engine that takes whole requests"
-        return [wrong("options", info.id, told, "give role=prefill or role=decode, or leave them out")]
-    return []

@@ -75,7 +75,7 @@ ONE_FAULT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "its replay is elsewhere": ({}, {"kv_replay": "tcp://127.0.0.1:1"}, "replay"),
     "it reports no cached tokens": ({"prompt_tokens_details": False}, {}, "usage"),
     "its block size is another": ({"block_size": 32}, {"block_size": 16}, "block-size"),
-    "an option has no effect": ({}, {"connector": Connector.NIXL}, "options"),
+    "an option has no effect": ({}, {"connector": Connector.NIXL}, "reachable"),
 }
 
 
