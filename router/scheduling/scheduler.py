@@ -75,7 +75,17 @@ class Scheduler:
             position = lowest(costs, [candidate.load.last_assigned for candidate in candidates], self._rng)
         chosen = candidates[position]
         reason = reason_for(request, candidates, costs, position) if self.uses_cache else Reason.POLICY
-        return Decision(chosen, position, costs[position], reason, self.name, candidates, costs, rejected, partial(self._parts, request, candidates, now))
+        return Decision(
+            chosen,
+            position,
+            costs[position],
+            reason,
+            self.name,
+            candidates,
+            costs,
+            rejected,
+            partial(self._parts, request, candidates, now),
+        )
 
     def _parts(self, request: RoutingRequest, candidates: Sequence[Candidate], now: float) -> Sequence[Mapping[str, float]] | None:
         explain = getattr(self.policy, "explain", None)
