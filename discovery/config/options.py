@@ -4,7 +4,7 @@ Key, environment variable and flag are all derived from a field's path, so none 
 
     class BlocksSettings:    overlap_score_credit: float        key       blocks.overlap_score_credit      ([blocks] overlap_score_credit = … in TOML)
     class ServeSettings: blocks: BlocksSettings                     variable  COMMUTATOR_BLOCKS_OVERLAP_SCORE_CREDIT
-                                                            flag      --kv-overlap-score-credit
+                                                            flag      --blocks-overlap-score-credit
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def flag(self) -> str:
-        """`--kv-overlap-score-credit`."""
+        """`--blocks-overlap-score-credit`."""
         return "--" + "-".join(self.path).replace("_", "-")
 
     @property
