@@ -70,6 +70,8 @@ class Load(msgspec.Struct, frozen=True):
     """Tokens of the answers in flight so far, estimated from the pace at which they come."""
     residence_s: float = 0.0
     """How long answers take there from the first token to the last, of late; 0 until one has."""
+    computing: int = 0
+    """Of `active_requests`, those of this router whose first token is still to come."""
 
 
 class Candidate(msgspec.Struct, frozen=True):

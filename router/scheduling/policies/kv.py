@@ -3,13 +3,13 @@
     cost =  prefill ahead      what is queued there, less what has been computed of it, at the endpoint's pace
          +  own prefill        what is neither cached there nor being computed, at its pace × price
          +  memory             the prompt's share of the KV cache × how long answers stay × fill ÷ (1 − fill); and the wait for room
-         +  decoding           for each request in flight, as if it were a few tokens
+         +  decoding           for each answer being generated, as if it were a few tokens
 
 The price of own work is 1 ÷ (1 − utilisation): who comes later waits for it too, and the busier the fleet, the more of them do. It is
-never below 2, so that a prefix which is being made is waited for rather than made again elsewhere.
+never below 1.5, so that a prefix which is being made is waited for rather than made again elsewhere.
 
     prompt of 10 k tokens, pace 50 µs; A is computing the first 8 k for an earlier request; B is idle
-    A: 0.4 s ahead + 2 · 0.1 s = 0.6 s        B: 2 · 0.5 s = 1.0 s
+    A: 0.4 s ahead + 1.5 · 0.1 s = 0.55 s        B: 1.5 · 0.5 s = 0.75 s
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from router.work import ASSUMED_S_PER_TOKEN
 ALIKE: Final = 1.25
 """Paces that differ by less from the middle one are taken for it: what is left is chance, and would send every prompt that finds all
 engines idle to the same one."""
-LEAST_UTILISATION: Final = 0.5
+LEAST_UTILISATION: Final = 1 / 3
 MOST_UTILISATION: Final = 0.95
-DECODING_TOKENS: Final = 64
-"""A request in flight slows a prompt down as much as so many tokens before it."""
+DECODING_TOKENS: Final = 256
+"""An answer that is being generated costs as much as so many tokens: it slows down every prompt and answer beside it, to its end."""
 HOST_CREDIT: Final = 0.75
 DISK_CREDIT: Final = 0.25
 """Of what computing a block costs, reading it from there saves so much."""
@@ -69,7 +69,7 @@ class Kv:
             if total and load.residence_s:
                 held = load.active_blocks + requests + load.generated_tokens / block_size
                 memory = load.residence_s * _memory(held, candidate.new_blocks + 1, total)
-            prices.append((ahead * pace, max(own, 1.0) * pace * own_price, memory, requests * DECODING_TOKENS * pace))
+            prices.append((ahead * pace, max(own, 1.0) * pace * own_price, memory, (requests - load.computing) * DECODING_TOKENS * pace))
         return prices
 
 
