@@ -148,15 +148,15 @@ def approx(**parts: float) -> Price:
 @pytest.mark.parametrize(
     ("one", "expected"),
     [
-        (candidate("idle", load=LEARNED), approx(own_prefill=1.25 * 0.160)),
-        (candidate("warm", overlap=Overlap(device=4, in_flight=4), load=LEARNED), approx(own_prefill=1.25 * 0.096)),
-        (candidate("host", overlap=Overlap(host=4), load=LEARNED), approx(own_prefill=1.25 * 0.112)),
-        (candidate("disk", overlap=Overlap(disk=4), load=LEARNED), approx(own_prefill=1.25 * 0.144)),
-        (candidate("both", overlap=Overlap(device=2, host=4, in_flight=5), load=LEARNED), approx(own_prefill=1.25 * (0.160 - 0.080 - 0.012))),
-        (candidate("all", overlap=Overlap(device=10, in_flight=10), load=LEARNED), approx(own_prefill=1.25 * 0.001)),
+        (candidate("idle", load=LEARNED), approx(own_prefill=4 / 3 * 0.160)),
+        (candidate("warm", overlap=Overlap(device=4, in_flight=4), load=LEARNED), approx(own_prefill=4 / 3 * 0.096)),
+        (candidate("host", overlap=Overlap(host=4), load=LEARNED), approx(own_prefill=4 / 3 * 0.112)),
+        (candidate("disk", overlap=Overlap(disk=4), load=LEARNED), approx(own_prefill=4 / 3 * 0.144)),
+        (candidate("both", overlap=Overlap(device=2, host=4, in_flight=5), load=LEARNED), approx(own_prefill=4 / 3 * (0.160 - 0.080 - 0.012))),
+        (candidate("all", overlap=Overlap(device=10, in_flight=10), load=LEARNED), approx(own_prefill=4 / 3 * 0.001)),
         (
             candidate("queued", load=learned(active_requests=5, computing=3, active_prefill_tokens=500, prefill_done=200.0, unknown_tokens=50.0)),
-            approx(prefill_ahead=0.350, own_prefill=0.200, decoding=2 * DECODING_TOKENS * 1e-3),
+            approx(prefill_ahead=0.350, own_prefill=0.640 / 3, decoding=2 * DECODING_TOKENS * 1e-3),
         ),
         (candidate("busy", load=learned(busy=0.75)), approx(own_prefill=4 * 0.160)),
         (candidate("saturated", load=learned(busy=1.0)), approx(own_prefill=20 * 0.160)),
@@ -182,7 +182,7 @@ def test_kv_counts_the_memory_of_what_has_been_generated() -> None:
 def test_kv_takes_paces_that_differ_by_chance_for_equal_and_prices_others_as_they_are() -> None:
     def paces(*values: float | None) -> list[float]:
         found = prices(*(candidate(str(number), load=Load(s_per_token=value)) for number, value in enumerate(values)))
-        return [own / 1.25 / 160 for _, own, _, _ in found]
+        return [own * 0.75 / 160 for _, own, _, _ in found]
 
     assert paces(None, None) == pytest.approx([ASSUMED_S_PER_TOKEN] * 2)
     assert paces(1.0, 1.1, 0.9, 1.2) == pytest.approx([1.1] * 4)
@@ -201,8 +201,8 @@ def test_kv_follows_a_prefix_that_is_being_computed_until_the_queue_outweighs_it
         return here < idle
 
     assert follows(8_000)
-    assert follows(9_500)
-    assert not follows(10_500)
+    assert follows(10_000)
+    assert not follows(11_500)
 
 
 def test_R2_idle_engines_cost_the_same_in_seconds_whatever_their_block_size() -> None:
