@@ -44,15 +44,15 @@ class _Report(NamedTuple):
 class _Account:
     """What is in flight on one endpoint."""
 
-    __slots__ = ("assigned", "computing", "endpoint", "forgotten", "last_assigned", "prefill_tokens", "report", "requests", "shared", "slot", "work")
+    __slots__ = ("assigned", "endpoint", "forgotten", "last_assigned", "prefill_tokens", "report", "requests", "shared", "slot", "untimed", "work")
 
     def __init__(self, endpoint: Endpoint, slot: int) -> None:
         self.endpoint = endpoint
         self.slot = slot
         self.requests = 0
         self.prefill_tokens = 0
-        self.computing = 0
-        """Requests whose first token has not come, and will be seen."""
+        self.untimed = 0
+        """Requests whose first token has not come, of those that came without the time."""
         self.shared: Counter[int] = Counter()
         """Key → how many requests in flight hold it besides the first. A prefix of each request's keys is in here."""
         self.last_assigned = 0
@@ -66,9 +66,9 @@ class _Account:
 class Reservation:
     """One request's place in the book, until it is released."""
 
-    __slots__ = ("_account", "_book", "_computing", "_keys", "_prefill_tokens", "_prompt", "_released", "prefill")
+    __slots__ = ("_account", "_book", "_keys", "_prefill_tokens", "_prompt", "_released", "_untimed", "prefill")
 
-    def __init__(self, book: LoadBook, account: _Account, keys: list[int], prefill_tokens: int, prompt: Prompt | None, *, streamed: bool) -> None:
+    def __init__(self, book: LoadBook, account: _Account, keys: list[int], prefill_tokens: int, prompt: Prompt | None) -> None:
         self.prefill: Reservation | None = None
         """Its place at the engine that computes its prompt, where that is another one; released with this one, if not before."""
         self._book = book
@@ -76,7 +76,7 @@ class Reservation:
         self._keys = keys
         self._prefill_tokens = prefill_tokens
         self._prompt = prompt
-        self._computing = streamed
+        self._untimed = prompt is None
         self._released = False
 
     def first_token(self, now: float | None = None) -> None:
@@ -86,8 +86,8 @@ class Reservation:
         """
         self._account.prefill_tokens -= self._prefill_tokens
         self._prefill_tokens = 0
-        self._account.computing -= self._computing
-        self._computing = False
+        self._account.untimed -= self._untimed
+        self._untimed = False
         if self._prompt is not None and now is not None:
             self._account.work.computed(self._prompt, now)
 
@@ -171,8 +171,8 @@ class LoadBook:
             if self.others is not None:
                 self.others.step(endpoint, held, 1)
         prompt = None if now is None else account.work.sent(uncached_tokens, now, streamed=streamed)
-        account.computing += streamed
-        return Reservation(self, account, held, uncached_tokens, prompt, streamed=streamed)
+        account.untimed += prompt is None
+        return Reservation(self, account, held, uncached_tokens, prompt)
 
     def in_flight(self, keys: Sequence[int]) -> dict[Endpoint, int]:
         """Endpoint → how many leading `keys` belong to requests in flight there, where it is at least one; other routers' included.
@@ -206,6 +206,7 @@ class LoadBook:
         prefill_tokens = account.prefill_tokens + others.prefill_tokens
         blocks = self._index.size(account.slot) + others.blocks
         work, report = account.work, account.report
+        work.settle(now)
         running = waiting = kv_usage = None
         unknown = 0.0
         if report is not None and now - report.at <= self._report_fresh_s:
@@ -220,13 +221,13 @@ class LoadBook:
             running,
             waiting,
             kv_usage,
-            work.done(now) if work.queued else 0.0,
+            work.done(now) if prefill_tokens else 0.0,
             unknown,
             work.s_per_token,
             work.busy(now),
             work.generated(now) if work.decoding else 0.0,
             work.residence_s,
-            account.computing,
+            account.untimed + work.computing,
         )
 
     def own(self, endpoint: Endpoint) -> Carried:
@@ -331,7 +332,7 @@ class LoadBook:
             assert not account.forgotten
             assert account.requests >= 0
             assert account.prefill_tokens >= 0
-            assert 0 <= account.computing <= account.requests
+            assert 0 <= account.untimed + account.work.computing <= account.requests
             assert account.requests > 1 or not account.shared, "a block shared by nobody"
             assert account.requests > 0 or (account.prefill_tokens == 0 and not self._index.size(account.slot)), "counts left behind"
             assert all(0 < holders < account.requests for holders in account.shared.values())

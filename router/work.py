@@ -20,6 +20,8 @@ from typing import Final
 
 ASSUMED_S_PER_TOKEN: Final = 1e-4
 """Until anything has been learned: a model of 8 billion parameters on an older card."""
+SLOWEST_S_PER_TOKEN: Final = 1e-3
+"""Until then, what is not seen is taken to have happened after so long."""
 FIXED_TOKENS: Final = 128
 """A step's fixed part takes as long as so many tokens, roughly; so short prompts tell something too."""
 LEAST_TOKENS: Final = 32
@@ -39,7 +41,7 @@ _FORGETTING: Final = 0.05
 class Prompt:
     """One prompt at an endpoint, until its request has ended."""
 
-    __slots__ = ("first_token_at", "sent_at", "streamed", "telling", "tokens")
+    __slots__ = ("first_token_at", "passed", "sent_at", "streamed", "telling", "tokens")
 
     def __init__(self, tokens: int, sent_at: float, *, streamed: bool, telling: bool) -> None:
         self.tokens = tokens
@@ -48,6 +50,8 @@ class Prompt:
         self.sent_at = sent_at
         self.streamed = streamed
         self.first_token_at: float | None = None
+        self.passed = False
+        """Taken for computed, and not known to be."""
 
 
 class Work:
@@ -69,6 +73,7 @@ class Work:
         "_busy_at",
         "_head_since",
         "_latest",
+        "_passed",
         "_queue",
         "_sorted",
         "_started",
@@ -91,6 +96,8 @@ class Work:
         """What a prompt leaves to compute, on the average of late."""
         self.queued = 0
         """Tokens of the prompts in the queue."""
+        self._passed = 0
+        """And of those taken for computed since, whose answers have not come."""
         self.decoding = 0
         """Answers of which a token has come, and not the last."""
         self._started = 0.0
@@ -104,7 +111,8 @@ class Work:
 
     def sent(self, tokens: int, now: float, *, streamed: bool) -> Prompt:
         """A prompt is on its way that leaves so many tokens to compute. Runtime complexity: O(1)."""
-        ahead = self.queued - self.done(now)
+        self.settle(now)
+        ahead = self.queued + self._passed - self.done(now)
         telling = streamed and tokens >= LEAST_TOKENS and ahead <= tokens * MOST_AHEAD
         prompt = Prompt(tokens, now, streamed=streamed, telling=telling)
         if not self._queue:
@@ -130,8 +138,9 @@ class Work:
             self._started += now
         if prompt in self._queue:
             while not (head := next(iter(self._queue))).streamed and head is not prompt:
-                self._leave(head, now)
+                self._pass(head, now)
             self._leave(prompt, now)
+        self._known(prompt)
 
     def ended(self, prompt: Prompt, now: float, tokens: int | None) -> None:
         """The last token of its answer has come; there were `tokens`, where that is known. Runtime complexity: O(1)."""
@@ -145,25 +154,33 @@ class Work:
 
     def left(self, prompt: Prompt) -> None:
         """It is not there any more, however it ended. Runtime complexity: O(1)."""
+        self._known(prompt)
         if prompt in self._queue:
             self._leave(prompt, self._busy_at)
         elif prompt.streamed and prompt.first_token_at is not None:
             self.decoding -= 1
             self._started = self._started - prompt.first_token_at if self.decoding else 0.0
 
+    def settle(self, now: float) -> None:
+        """Take prompts for computed whose answers are not streamed and whose time has passed. Runtime complexity: one step for each."""
+        pace = self.s_per_token or SLOWEST_S_PER_TOKEN
+        while self._queue and not (head := next(iter(self._queue))).streamed:
+            until = self._head_since + head.tokens * pace
+            if until > now:
+                break
+            self._pass(head, until)
+
     def done(self, now: float) -> float:
-        """How many tokens of the prompts in the queue should have been computed by now. Runtime complexity: as `computed`."""
-        queue = self._queue
-        if not queue:
-            return 0.0
-        pace = self.s_per_token or ASSUMED_S_PER_TOKEN
-        done = 0.0
-        for prompt in queue:
-            progress = (now - self._head_since) / pace - done
-            if prompt.streamed or progress < prompt.tokens:
-                return done + min(max(progress, 0.0), prompt.tokens)
-            done += prompt.tokens
-        return done
+        """How many tokens should have been computed by now of prompts not known to be, as last settled. Runtime complexity: O(1)."""
+        if not self._queue:
+            return float(self._passed)
+        progress = (now - self._head_since) / (self.s_per_token or ASSUMED_S_PER_TOKEN)
+        return self._passed + min(max(progress, 0.0), next(iter(self._queue)).tokens)
+
+    @property
+    def computing(self) -> int:
+        """How many prompts are in the queue."""
+        return len(self._queue)
 
     def generated(self, now: float) -> float:
         """How many tokens of answers have come by now, at the usual pace. Runtime complexity: O(1)."""
@@ -183,6 +200,16 @@ class Work:
             self._head_since = now
         del self._queue[prompt]
         self.queued -= prompt.tokens
+
+    def _pass(self, prompt: Prompt, now: float) -> None:
+        self._leave(prompt, now)
+        prompt.passed = True
+        self._passed += prompt.tokens
+
+    def _known(self, prompt: Prompt) -> None:
+        if prompt.passed:
+            prompt.passed = False
+            self._passed -= prompt.tokens
 
     def _observe(self, s_per_token: float) -> None:
         latest, ordered = self._latest, self._sorted

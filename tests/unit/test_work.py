@@ -98,13 +98,20 @@ def test_a_prompt_whose_answer_is_not_streamed_is_computed_when_its_time_has_pas
     work = Work()
     taught(work)
     whole, streamed = work.sent(2000, 1.0, streamed=False), work.sent(2000, 1.0, streamed=True)
-    assert work.done(1.05) == pytest.approx(1000)
-    assert work.done(1.15) == pytest.approx(3000)
-    assert work.done(9.0) == 4000
-    work.computed(streamed, 1.2)
-    assert work.queued == 0, "what was sent before has been computed before"
-    work.computed(whole, 5.0)
-    work.ended(whole, 5.0, 100)
+    for now, done, computing in ((1.05, 1000, 2), (1.15, 3000, 1), (9.0, 4000, 1)):
+        work.settle(now)
+        assert work.done(now) == pytest.approx(done)
+        assert work.computing == computing
+    work.computed(streamed, 9.0)
+    assert (work.queued, work.computing, work.done(9.0)) == (0, 0, 2000), "it has been computed, and its answer has not come"
+    before, after = work.sent(2000, 10.0, streamed=False), work.sent(2000, 10.0, streamed=True)
+    work.computed(after, 10.01)
+    assert work.computing == 0, "what was sent before has been computed before"
+    work.left(before)
+    work.left(after)
+    work.computed(whole, 11.0)
+    assert work.done(11.0) == 0
+    work.ended(whole, 11.0, 100)
     work.left(whole)
     assert (work.queued, work.decoding, work.residence_s) == (0, 1, 0.0)
 
@@ -150,7 +157,8 @@ def test_everything_is_given_back_in_whatever_order_requests_end() -> None:
                 work.computed(prompt, now)
                 work.ended(prompt, now + 0.05, rng.choice([None, 0, 1, 50]))
             work.left(prompt)
-        assert 0 <= work.done(now) <= work.queued
+        work.settle(now)
+        assert 0 <= work.done(now) <= sum(prompt.tokens for prompt in there if prompt.first_token_at is None)
         assert work.generated(now) >= 0
         assert 0 <= work.busy(now) <= 1
     for prompt in there:
