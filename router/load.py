@@ -44,7 +44,19 @@ class _Report(NamedTuple):
 class _Account:
     """What is in flight on one endpoint."""
 
-    __slots__ = ("assigned", "endpoint", "forgotten", "last_assigned", "prefill_tokens", "report", "requests", "shared", "slot", "untimed", "work")
+    __slots__ = (
+        "assigned",
+        "endpoint",
+        "forgotten",
+        "last_assigned",
+        "prefill_tokens",
+        "report",
+        "requests",
+        "shared",
+        "slot",
+        "untimed",
+        "work",
+    )
 
     def __init__(self, endpoint: Endpoint, slot: int) -> None:
         self.endpoint = endpoint

@@ -152,10 +152,15 @@ def approx(**parts: float) -> Price:
         (candidate("warm", overlap=Overlap(device=4, in_flight=4), load=LEARNED), approx(own_prefill=4 / 3 * 0.096)),
         (candidate("host", overlap=Overlap(host=4), load=LEARNED), approx(own_prefill=4 / 3 * 0.112)),
         (candidate("disk", overlap=Overlap(disk=4), load=LEARNED), approx(own_prefill=4 / 3 * 0.144)),
-        (candidate("both", overlap=Overlap(device=2, host=4, in_flight=5), load=LEARNED), approx(own_prefill=4 / 3 * (0.160 - 0.080 - 0.012))),
+        (
+            candidate("both", overlap=Overlap(device=2, host=4, in_flight=5), load=LEARNED),
+            approx(own_prefill=4 / 3 * (0.160 - 0.080 - 0.012)),
+        ),
         (candidate("all", overlap=Overlap(device=10, in_flight=10), load=LEARNED), approx(own_prefill=4 / 3 * 0.001)),
         (
-            candidate("queued", load=learned(active_requests=5, computing=3, active_prefill_tokens=500, prefill_done=200.0, unknown_tokens=50.0)),
+            candidate(
+                "queued", load=learned(active_requests=5, computing=3, active_prefill_tokens=500, prefill_done=200.0, unknown_tokens=50.0)
+            ),
             approx(prefill_ahead=0.350, own_prefill=0.640 / 3, decoding=2 * DECODING_TOKENS * 1e-3),
         ),
         (candidate("busy", load=learned(busy=0.75)), approx(own_prefill=4 * 0.160)),
