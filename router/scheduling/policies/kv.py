@@ -6,10 +6,10 @@
          +  decoding           for each answer being generated, as if it were a few tokens
 
 The price of own work is 1 ÷ (1 − utilisation): who comes later waits for it too, and the busier the fleet, the more of them do. It is
-never below 4⁄3, so that a prefix which is being made is waited for rather than made again elsewhere.
+never below 4/3, so that a prefix which is being made is waited for rather than made again elsewhere.
 
     prompt of 10 k tokens, pace 50 µs; A is computing the first 8 k for an earlier request; B is idle
-    A: 0.4 s ahead + 4⁄3 · 0.1 s = 0.53 s        B: 4⁄3 · 0.5 s = 0.67 s
+    A: 0.4 s ahead + 4/3 · 0.1 s = 0.53 s        B: 4/3 · 0.5 s = 0.67 s
 """
 
 from __future__ import annotations
