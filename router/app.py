@@ -64,7 +64,7 @@ from router.readings import VERSION, Readings
 from router.roster import Roster
 from router.routes import INFERENCE
 from router.running import Listening, cancelled_at_exit, listen, say_ready, stopped_by_signals, told_by_hangup
-from router.scheduling.policies.kv import KvWeights
+from router.scheduling.policies.blocks import BlocksWeights
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.table import load_policy
 from router.server import Handler, Server
@@ -122,7 +122,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
     `part` is what it has in common with other processes, when it is one of several.
     """
     guards = await read_guards(settings)
-    weights = msgspec.convert(msgspec.structs.asdict(settings.kv), KvWeights)
+    weights = msgspec.convert(msgspec.structs.asdict(settings.blocks), BlocksWeights)
     name, policy = await asyncio.to_thread(load_policy, settings.policy, weights)  # it may import a user's module
     scheduler = Scheduler(policy, name, settings.router_temperature, random.Random())
     async with contextlib.AsyncExitStack() as stack:

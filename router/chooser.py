@@ -167,6 +167,7 @@ class Chooser:
                 overlap=overlaps.get(view.endpoint, NOTHING),
                 load=view.load,
                 signal=view.signal,
+                total_blocks=view.member.info.total_blocks,
             )
             for view in seen
         ]
@@ -180,7 +181,8 @@ class Chooser:
     def _decide_by_load(self, asked: Asked, able: list[_Able], rejected: list[tuple[Endpoint, Rejection]], now: float) -> Choice:
         """The same for a policy that does not look at caches: nobody is asked about them."""
         candidates = [
-            Candidate(endpoint, member.info.block_size or ASSUMED_BLOCK_SIZE, 0, 0, NOTHING, load) for member, endpoint, load in able
+            Candidate(endpoint, member.info.block_size or ASSUMED_BLOCK_SIZE, 0, 0, NOTHING, load, total_blocks=member.info.total_blocks)
+            for member, endpoint, load in able
         ]
         decision = self._scheduler.decide(asked.request, candidates, rejected, now)
         return Choice(asked, decision, able[decision.position][0], [])
@@ -220,11 +222,12 @@ class Chooser:
 
     def reserve(self, choice: Choice) -> Reservation:
         """Count the request on its endpoint, and on the one that computes its prompt, until the reservation is released."""
-        reservation = self._load.reserve(choice.endpoint, choice.keys, choice.uncached_tokens)
+        now, prefill = self._clock(), choice.prefill
+        reservation = self._load.reserve(choice.endpoint, choice.keys, choice.uncached_tokens, now, streamed=choice.asked.streamed)
         if choice.split is not None:
-            self.pairing.chosen(choice.split, choice.endpoint, self._clock())
-        if choice.prefill is not None:
-            reservation.prefill = self._load.reserve(choice.prefill.endpoint, choice.prefill.keys, choice.prefill.uncached_tokens)
+            self.pairing.chosen(choice.split, choice.endpoint, now)
+        if prefill is not None:
+            reservation.prefill = self._load.reserve(prefill.endpoint, prefill.keys, prefill.uncached_tokens, now)
         return reservation
 
     def rejections(self, asked: Asked, tried: set[str]) -> list[tuple[Endpoint, Rejection]] | None:
@@ -263,12 +266,16 @@ class Chooser:
         Not `streamed`, the answer came whole: what that tells of how long the prompt took, `ended` makes of it.
         """
         now = self._clock()
-        reservation.first_token()
+        reservation.first_token(now)
         if streamed:
             self._computed(choice, now - sent_at, now)
         if choice.keys and not choice.member.only_paired:  # which caches no prefixes
             self._caches.sent(choice.endpoint, choice.keys, now)
             self._signals.served(choice.endpoint, now, choice.new_blocks, sent_at=sent_at)
+
+    def answered(self, reservation: Reservation, tokens: int | None) -> None:
+        """The whole answer has come, of so many `tokens` where the engine has told: how long answers take there is learned from it."""
+        reservation.ended(self._clock(), tokens)
 
     def ended(self, choice: Choice, usage: Usage, sent_at: float, *, streamed: bool = True) -> None:
         """The engine has told how much of the prompt it found cached: that is the truth which guesses are held against.

@@ -61,6 +61,8 @@ class Asked(msgspec.Struct):
     """The body's fields, where they have been asked for."""
     undivided: Why | msgspec.UnsetType | None = msgspec.UNSET
     """What keeps it from being shared between two engines, where that has been asked."""
+    streamed: bool = True
+    """Whether the answer comes token by token, so that the first one is seen."""
 
     def fields(self) -> dict[str, msgspec.Raw]:
         """The body's fields, each as it came; read on the first call."""
@@ -147,7 +149,19 @@ class Intake:
         request = RoutingRequest(model, count, "" if count else reason, session or parsed.session)
         root = root_seed(self._fleet.adapter(model), parsed.salt) if tokens else 0
         takes_xargs = route.takes_xargs and parsed.vllm_xargs is msgspec.UNSET
-        return Asked(route, body, request, tokens, root, parsed.urgency, {}, barrier(route, parsed), kept_at, takes_xargs)
+        return Asked(
+            route,
+            body,
+            request,
+            tokens,
+            root,
+            parsed.urgency,
+            {},
+            barrier(route, parsed),
+            kept_at,
+            takes_xargs,
+            streamed=parsed.streams,
+        )
 
     async def _kept_at(self, parsed: openai.ApiBody, members: list[Member], headers: Headers) -> str | None:
         response_id = parsed.goes_on_from

@@ -41,13 +41,17 @@ if TYPE_CHECKING:
     from router.forward import Line
     from router.gate import Gate
     from router.intake import Asked, Intake
+    from router.load import Reservation
     from router.metrics import Metrics
     from router.prompts.book import PromptBook
+    from router.scheduling.types import Decision
     from router.spans import Exporter
     from router.ui.recent import Recent
 
 CLIENT_LEFT: Final = 499
 """What a request is logged as whose client left; never sent to anybody."""
+MAX_EXPLAINED: Final = 16
+"""Endpoints whose costs fit in a header; `POST /route` tells of all."""
 TIMEOUT_SETTINGS: Final = {
     "connect": "connect_timeout_s",
     "response head": "response_head_timeout_s",
@@ -73,6 +77,7 @@ class Trip:
         "left",
         "read_at",
         "relay",
+        "reservation",
         "resumption",
         "sent_at",
         "started",
@@ -84,6 +89,8 @@ class Trip:
         self.asked: Asked | None = None
         self.choice: Choice | None = None
         """The latest one."""
+        self.reservation: Reservation | None = None
+        """Its place at the engine."""
         self.relay: Relay | None = None
         self.resumption: Resumption | None = None
         """Where streams may go on on another engine."""
@@ -260,6 +267,7 @@ class Proxy:
         trip.tries += 1
         if trip.tries == 1:
             self._observed.admitted(choice.asked.request.model, sent_at - trip.started)
+        trip.reservation = place.reservation
         explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []
         relay, body = self._relay(exchange, trip, choice, explained, first_token)
         trip.relay, trip.sent_at = relay, sent_at
@@ -463,6 +471,8 @@ class Proxy:
             self._metrics.streamed(
                 now - trip.first_token_at, (usage.completion_tokens if usage is not None and whole else relay.pieces) - 1
             )
+        if trip.reservation is not None and not trip.failure and not trip.left:
+            self._chooser.answered(trip.reservation, usage.completion_tokens if usage is not None else relay.pieces)
         if usage is not None:
             self._metrics.generated(usage.completion_tokens)
             fields["completion_tokens"], fields["cached_tokens"] = usage.completion_tokens, usage.cached_tokens
@@ -544,4 +554,15 @@ def _explain_headers(choice: Choice) -> Headers:
         told["prefill-reason"] = choice.split.why.value
     if choice.prefill is not None:
         told |= {"prefill-engine": choice.prefill.endpoint.engine, "prefill-overlap-tokens": choice.prefill.overlap_tokens}
+    told["costs"] = _costs(decision)
     return [(b"x-commutator-" + name.encode(), str(value).encode()) for name, value in told.items()]
+
+
+def _costs(decision: Decision) -> str:
+    """What the cheapest endpoints would have cost, each with the parts of it: `http://e1:8000#0=0.31 (own_prefill=0.3 decoding=0.01), …`."""
+    parts = decision.parts() or [{}] * len(decision.costs)
+    told = []
+    for scored, part in sorted(zip(decision.scores, parts, strict=True), key=lambda one: one[0].cost)[:MAX_EXPLAINED]:
+        within = " ".join(f"{name}={value:.6g}" for name, value in part.items())
+        told.append(f"{scored.candidate.endpoint}={scored.cost:.6g}" + (f" ({within})" if within else ""))
+    return ", ".join(told)

@@ -36,6 +36,7 @@ from router.processes.port import SHARES_PORTS
 
 CACHE_BLIND = frozenset({"round-robin", "random", "least-loaded", "power-of-two", "session"})
 """Policies of ours that never look at the cache, so that nothing about prompts or blocks has an effect with them."""
+CACHE_AWARE = frozenset({"kv", "blocks", "threshold"})
 
 Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(ge=0)]
@@ -43,8 +44,8 @@ Text = Annotated[str, Meta(min_length=1)]
 Token = Annotated[str, Meta(pattern=r"^[!-~]{16,}$")]
 
 
-class KvSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The weights of the `kv` policy. Costs are counted in blocks; the lowest wins."""
+class BlocksSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The weights of the `blocks` policy, Dynamo's formula. Costs are counted in blocks; the lowest wins."""
 
     overlap_score_credit: Annotated[Weight, Meta(description="What a block cached on the device takes off the cost of prefilling it.")] = (
         1.0
@@ -156,8 +157,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(
             min_length=1,
-            description="How an engine is chosen: `kv`, `round-robin`, `random`, `least-loaded`, `power-of-two`, `session`, "
-            "or a class of your own, `module:Class`.",
+            description="How an engine is chosen: `kv`, `blocks`, `threshold`, `round-robin`, `random`, `least-loaded`, `power-of-two`, "
+            "`session`, or a class of your own, `module:Class`.",
         ),
     ] = "kv"
     tokenizer: Annotated[
@@ -166,7 +167,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router_temperature: Annotated[
         Weight, Meta(description="Above 0, engines are drawn with odds by cost instead of always taking the cheapest.")
     ] = 0.0
-    kv: KvSettings = KvSettings()
+    blocks: BlocksSettings = BlocksSettings()
     admission: AdmissionSettings = AdmissionSettings()
     disagg: Annotated[
         Mode,
@@ -273,8 +274,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield Complaint("admin_port", f"{self.admin_port} is `port` too; the admin API has a port of its own")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             yield Complaint("otlp_endpoint", f"{self.otlp_endpoint!r} must begin with http:// or https://; a collector has 4318 for HTTP")
-        if ":" not in self.policy and self.policy not in CACHE_BLIND | {"kv"}:
-            names = ", ".join(sorted(CACHE_BLIND | {"kv"}))
+        if ":" not in self.policy and self.policy not in CACHE_BLIND | CACHE_AWARE:
+            names = ", ".join(sorted(CACHE_BLIND | CACHE_AWARE))
             yield Complaint("policy", f"{self.policy!r} is unknown: expected one of {names}, or a class of yours as module:Class")
         yield from self._without_effect(given)
 
@@ -290,8 +291,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _without_effect(self, given: frozenset[str]) -> Iterator[Complaint]:
         for key in sorted(given):
-            if key.startswith("kv.") and self.policy != "kv":
-                yield Complaint(key, f"has no effect with policy {self.policy!r}; only 'kv' reads it")
+            if key.startswith("blocks.") and self.policy != "blocks":
+                yield Complaint(key, f"has no effect with policy {self.policy!r}; only 'blocks' reads it")
             elif key in ("admin_host", "admin_port") and not self.has_admin:
                 yield Complaint(key, "has no effect without admin_token or admin_token_file: there is no admin API then")
             elif key.startswith("eff_isl_") and self.disagg is not Mode.STATIC:
@@ -304,5 +305,5 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield Complaint(key, "has no effect without tls_cert")
             elif key in ("predicted_ttl_s", "tokenizer", "forward_tokens") and self.policy in CACHE_BLIND:
                 yield Complaint(key, f"has no effect with policy {self.policy!r}, which does not look at the cache")
-            elif key == "session_header" and self.policy in CACHE_BLIND - {"session"} | {"kv"}:
+            elif key == "session_header" and self.policy in CACHE_BLIND - {"session"} | CACHE_AWARE:
                 yield Complaint(key, f"has no effect with policy {self.policy!r}; 'session' and policies of your own read it")

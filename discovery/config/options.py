@@ -2,9 +2,9 @@
 
 Key, environment variable and flag are all derived from a field's path, so none of them is ever written down twice:
 
-    class KvSettings:    overlap_score_credit: float        key       kv.overlap_score_credit      ([kv] overlap_score_credit = … in TOML)
-    class ServeSettings: kv: KvSettings                     variable  COMMUTATOR_KV_OVERLAP_SCORE_CREDIT
-                                                            flag      --kv-overlap-score-credit
+    class BlocksSettings:    overlap_score_credit: float        key       blocks.overlap_score_credit      ([blocks] overlap_score_credit = … in TOML)
+    class ServeSettings: blocks: BlocksSettings                     variable  COMMUTATOR_BLOCKS_OVERLAP_SCORE_CREDIT
+                                                            flag      --blocks-overlap-score-credit
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """`kv.overlap_score_credit`."""
+        """`blocks.overlap_score_credit`."""
         return ".".join(self.path)
 
     @property
     def variable(self) -> str:
-        """`COMMUTATOR_KV_OVERLAP_SCORE_CREDIT`."""
+        """`COMMUTATOR_BLOCKS_OVERLAP_SCORE_CREDIT`."""
         return PREFIX + "_".join(self.path).upper()
 
     @property
     def flag(self) -> str:
-        """`--kv-overlap-score-credit`."""
+        """`--blocks-overlap-score-credit`."""
         return "--" + "-".join(self.path).replace("_", "-")
 
     @property

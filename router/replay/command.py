@@ -23,7 +23,6 @@ from router.replay.scaling import Scaler
 from router.replay.settings import MAX_SEEDS, ReplaySettings
 from router.replay.traces import read_mooncake, read_table
 from router.replay.workload import Workload, timed
-from router.scheduling.policies.kv import KvWeights
 from router.scheduling.table import load_policy
 
 GENERATED: Final = 4000
@@ -55,7 +54,7 @@ async def run(settings: ReplaySettings, scaler: NewScaler | None = None) -> None
 async def _run(  # noqa: PLR0913, PLR0917  a run is told apart by all of these
     settings: ReplaySettings, traffic: Workload, policy: str, speed: float, seed: int, progress: Progress, scaler: NewScaler | None
 ) -> Run:
-    name, made = await asyncio.to_thread(load_policy, policy, KvWeights())  # it may import a user's module
+    name, made = await asyncio.to_thread(load_policy, policy)  # it may import a user's module
     replay = Replay(setting_of(settings), made, name, seed=seed, scaler=None if scaler is None else scaler())
     jitter = random.Random(seed) if settings.jitter else None
     for came in replay.run(timed(traffic, speed, jitter=jitter)):

@@ -213,6 +213,7 @@ class Trips:
         trip.served.e2e_s = self._agenda.now - trip.served.at_s
         usage = Usage(trip.served.prompt_tokens, sequence.generated, trip.served.cached_tokens)
         self._chooser.ended(place.choice, usage, trip.began)
+        self._chooser.answered(place.reservation, sequence.generated)
         self._give_back(trip)
 
     def _give_back(self, trip: Trip) -> None:

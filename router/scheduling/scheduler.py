@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from engines.types import Endpoint
 from router.scheduling.explain import reason_for
@@ -74,7 +75,29 @@ class Scheduler:
             position = lowest(costs, [candidate.load.last_assigned for candidate in candidates], self._rng)
         chosen = candidates[position]
         reason = reason_for(request, candidates, costs, position) if self.uses_cache else Reason.POLICY
-        return Decision(chosen, position, costs[position], reason, self.name, candidates, costs, rejected)
+        return Decision(
+            chosen,
+            position,
+            costs[position],
+            reason,
+            self.name,
+            candidates,
+            costs,
+            rejected,
+            partial(self._parts, request, candidates, now),
+        )
+
+    def _parts(self, request: RoutingRequest, candidates: Sequence[Candidate], now: float) -> Sequence[Mapping[str, float]] | None:
+        explain = getattr(self.policy, "explain", None)
+        if explain is None:
+            return None
+        try:
+            parts = [dict(part) for part in explain(request, candidates, Context(now, self._rng))]
+        except Exception as error:  # as in `_costs`
+            raise PolicyError(self.policy, f"raised {type(error).__name__} in explain: {error}") from error
+        if len(parts) != len(candidates):
+            raise PolicyError(self.policy, f"explained {len(parts)} costs of {len(candidates)}")
+        return parts
 
     def _costs(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> list[float]:
         try:

@@ -162,7 +162,7 @@ def _skew(state: Mapping[str, Any]) -> Iterator[Trouble]:
             yield Trouble(
                 "warning",
                 f"{name} has {most} requests in flight, the others of its pool {others:.1f} on the mean.",
-                "A hot prefix: raise kv.decode_active_request_weight, or lower kv.overlap_score_credit.",
+                "A hot prefix: set router_temperature, or add engines.",
             )
 
 

@@ -10,7 +10,6 @@ from engines.virtual.models import EngineModel
 from router.replay.engines import Hardware
 from router.replay.replay import Member, Replay, Setting
 from router.replay.workload import Arrival, Workload, timed
-from router.scheduling.policies.kv import KvWeights
 from router.scheduling.table import load_policy
 from tests.rig import fleet, routing
 
@@ -48,7 +47,7 @@ async def test_ttft_and_hits_are_those_of_simulated_engines_in_real_time() -> No
             hits += answer.cached_tokens
     keys = [tuple(block_keys(pack_tokens(prompt), SIZE, root_seed())) for prompt in asked]
     arrivals = tuple(Arrival(float(at), len(prompt), 1, own) for at, (prompt, own) in enumerate(zip(asked, keys, strict=True)))
-    name, policy = load_policy("kv", KvWeights())
+    name, policy = load_policy("kv")
     replay = Replay(Setting(Hardware(MODEL, SIZE), (Member(),) * 2), policy, name)
     for _ in replay.run(timed(Workload("same", SIZE, arrivals), 1.0)):
         pass

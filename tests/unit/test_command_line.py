@@ -67,9 +67,9 @@ def test_what_cannot_be_used_is_one_clear_line_and_exit_code_2(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("policy", "flag", "value"),
     [
-        ("random", "--kv-overlap-score-credit", "2"),
-        ("session", "--kv-host-cache-hit-weight", "0.5"),
-        ("mine:Policy", "--kv-prefill-load-scale", "2"),
+        ("random", "--blocks-overlap-score-credit", "2"),
+        ("session", "--blocks-host-cache-hit-weight", "0.5"),
+        ("mine:Policy", "--blocks-prefill-load-scale", "2"),
         ("round-robin", "--predicted-ttl-s", "60"),
         ("least-loaded", "--tokenizer", "/models/m"),
         ("kv", "--session-header", "x-user"),

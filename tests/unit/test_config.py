@@ -335,7 +335,16 @@ def test_any_command_line_and_environment_are_settings_or_a_configuration_error(
 def test_serve_s_settings_travel_whole_and_every_bound_of_theirs_can_be_checked() -> None:
     loaded = load(
         ServeSettings,
-        argv=["--engine", "http://a:1,api-key=k", "--admission-tenant-header", "x-tenant", "--kv-prefill-load-scale", "2"],
+        argv=[
+            "--engine",
+            "http://a:1,api-key=k",
+            "--admission-tenant-header",
+            "x-tenant",
+            "--policy",
+            "blocks",
+            "--blocks-prefill-load-scale",
+            "2",
+        ],
         environ={},
         read_file=str,
     )

@@ -19,7 +19,6 @@ from router.replay.measure import Run, Served, Targets, spread
 from router.replay.replay import Failure, Member, Replay, Setting
 from router.replay.scaling import Scaler, Seen
 from router.replay.workload import Arrival, Workload, timed
-from router.scheduling.policies.kv import KvWeights
 from router.scheduling.table import load_policy
 from router.scheduling.types import Candidate, Context, RoutingRequest
 from tests.choosing import chain
@@ -36,7 +35,7 @@ def setting(engines: int = 2, **changed: object) -> Setting:
 def played(
     arrivals: Sequence[Arrival], of: Setting | None = None, policy: str = "kv", *, speed: float = 1.0, scaler: Scaler | None = None
 ) -> tuple[Run, Replay]:
-    name, made = load_policy(policy, KvWeights())
+    name, made = load_policy(policy)
     replay = Replay(of or setting(), made, name, scaler=scaler)
     for _ in replay.run(timed(Workload("test", SIZE, tuple(arrivals)), speed)):
         pass
@@ -117,7 +116,7 @@ def test_one_engine_with_room_for_all_finds_all_that_it_has_seen() -> None:
 def test_every_request_ends_and_leaves_nothing(kind: str, policy: str) -> None:
     traffic = generate(kind, 250, block_size=64)
     small = msgspec.structs.replace(IDLE, block_size=64, model=msgspec.structs.replace(MODEL, kv_tokens=60_000))
-    name, made = load_policy(policy, KvWeights())
+    name, made = load_policy(policy)
     replay = Replay(setting(3, hardware=small), made, name)
     for _ in replay.run(timed(traffic, 0.5)):
         pass
