@@ -235,6 +235,7 @@ class Intake:
 
 
 async def _let_others(body: bytes) -> None:
+    """Between two steps of reading a body: others get their turn, where a step takes long."""
     if len(body) >= LONG_BODY_BYTES:
         await asyncio.sleep(0)
 

@@ -343,7 +343,7 @@ async def test_after_the_lease_or_a_pull_the_same_handle_is_a_wrong_answer_and_n
     for _ in range(5):  # whoever needs the blocks takes them
         assert (await hands.prefill.complete(hands.decode.ids(room(hands.pair.prefill) / 4.5))).status == 200
     for prompts, given, wanted in ((unfetched, handles[:3], right[0]), (fetched, handles[3:], right[1])):
-        late_answers = []
+        late_answers: list[list[int]] = []
         for prompt, handle in zip(prompts, given, strict=True):
             await hands.handle(hands.decode.ids(1))  # while it keeps something, this build of NIXL looks after other engines
             late_answers += await answers(hands.decode, [prompt], [handle])

@@ -110,8 +110,8 @@ async def test_M11_one_more_turn_costs_a_fifth_of_the_first_at_most(intake: Inta
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_M11_the_loop_is_never_kept_for_long(intake: Intake, form: str) -> None:
-    """By the CPU time of the loop's own thread, which neighbours on the machine do not take part in: at most what it takes to read a
-    list of so many ids twice, which is less than a tenth of what it takes to encode as many (the row says 20 ms)."""
+    """By the CPU time of the loop's own thread, which neighbours on the machine do not take part in, against that of reading a list of so
+    many ids: no longer than half as long again. All that is done to such a list takes twice as long; it is done in steps."""
     longest = 0.0
 
     async def others() -> None:
@@ -135,7 +135,7 @@ async def test_M11_the_loop_is_never_kept_for_long(intake: Intake, form: str) ->
             await routed(intake, form, body)
             await asyncio.sleep(0)
             kept.append(longest)
-    assert 0 < min(kept) <= 2 * statistics.median(yardstick), (kept, yardstick)
+    assert 0 < min(kept) <= 1.5 * statistics.median(yardstick), (kept, yardstick)
 
 
 @pytest.mark.parametrize("form", ["chat", "text"])
