@@ -38,6 +38,8 @@ class Ports(NamedTuple):
     load: int
     transfer: int
     """Where other engines ask for KV: NIXL's side channel, or a bootstrap server."""
+    rendezvous: int
+    """Where the ranks of SGLang's DP attention meet; its processes talk on the six that follow, however many ranks there are."""
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):

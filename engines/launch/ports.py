@@ -11,6 +11,9 @@ import socket
 
 from engines.launch.plan import Ports
 
+RENDEZVOUS = 7
+"""Ports in a row that SGLang's DP attention takes (0.5.23, `PortArgs`); by default it reckons them from its HTTP port, and they may be anybody's."""
+
 
 class Held:
     """Ports that nobody else is given, until `close`."""
@@ -20,8 +23,8 @@ class Held:
         ranges = []
         self._sockets: list[socket.socket] = []
         try:
-            for _ in Ports._fields:
-                ranges.append(hold(ranks))
+            for name in Ports._fields:
+                ranges.append(hold(RENDEZVOUS if name == "rendezvous" else ranks))
                 self._sockets += ranges[-1]
         except OSError:
             self.close()

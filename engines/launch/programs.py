@@ -18,6 +18,7 @@ from engines.types import Connector, EngineSpec, Role
 from engines.urls import reachable
 
 HOST = "127.0.0.1"
+DP_ATTENTION = "--enable-dp-attention"
 KV_EVENTS, KV_TRANSFER = "--kv-events-config", "--kv-transfer-config"
 _CONNECTORS = {Connector.NIXL: "NixlConnector", Connector.MOONCAKE: "MooncakeConnector"}
 _ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
@@ -100,6 +101,7 @@ def _sglang(plan: LaunchPlan, ports: Ports) -> tuple[list[str], dict[str, str], 
         *((KV_EVENTS, _json(events), "--load-publish-endpoint", f"tcp://*:{ports.load}") if publishes else ()),
         *_sized("--tp-size", plan.tensor_parallel_size),
         *_sized("--dp-size", plan.data_parallel_size),
+        *(("--dist-init-addr", f"{HOST}:{ports.rendezvous}") if DP_ATTENTION in plan.arguments else ()),
         *(("--disaggregation-mode", plan.role) if plan.role is not Role.AGGREGATED else ()),
         *(("--disaggregation-bootstrap-port", str(ports.transfer)) if plan.role is Role.PREFILL else ()),
         *rest,

@@ -11,7 +11,7 @@ from engines.launch.plan import BadPlan, EngineName, LaunchPlan, Pool, Ports
 from engines.launch.programs import Program, program
 from engines.types import Connector, EngineSpec, Role
 
-PORTS = Ports(http=8000, events=5557, replay=5558, load=5559, transfer=8998)
+PORTS = Ports(http=8000, events=5557, replay=5558, load=5559, transfer=8998, rendezvous=9000)
 
 
 def made(**plan: object) -> Program:
