@@ -241,25 +241,30 @@ class Relay:
     async def _beat(self) -> None:
         while True:
             started = time.monotonic()
-            for number, followed in enumerate(tuple(self._followed.values()), 1):
-                followed.feed.beacon()  # which says nothing when it was dropped meanwhile
-                if not number % AT_ONCE:
-                    await asyncio.sleep(0)
+            await self._beat_once()  # by itself: between two beats nothing is held of an engine that left
             await asyncio.sleep(max(0.0, self._beacon_period_s - (time.monotonic() - started)))
+
+    async def _beat_once(self) -> None:
+        for number, followed in enumerate(tuple(self._followed.values()), 1):
+            followed.feed.beacon()  # which says nothing when it was dropped meanwhile
+            if not number % AT_ONCE:
+                await asyncio.sleep(0)
 
     async def _look(self) -> None:
         """Wait for no engine that brings nothing: one that never connects to us, or a network that swallows what we send."""
         while True:
-            now = time.monotonic()
-            for followed in self._followed.values():
-                brought = (followed.counts.connects, followed.counts.replays, followed.feed.batches)
-                if followed.task is None or followed.feed.complete:
-                    continue
-                if brought != followed.brought:
-                    followed.brought, followed.brought_at = brought, now
-                elif now - followed.brought_at >= SILENT_S:
-                    followed.feed.unreachable(f"nothing has come from {followed.source.events}")
+            self._look_once(time.monotonic())
             await asyncio.sleep(LOOK_S)
+
+    def _look_once(self, now: float) -> None:
+        for followed in self._followed.values():
+            brought = (followed.counts.connects, followed.counts.replays, followed.feed.batches)
+            if followed.task is None or followed.feed.complete:
+                continue
+            if brought != followed.brought:
+                followed.brought, followed.brought_at = brought, now
+            elif now - followed.brought_at >= SILENT_S:
+                followed.feed.unreachable(f"nothing has come from {followed.source.events}")
 
     def _beacons(self) -> None:
         for followed in self._followed.values():

@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.real_engine]
 
 START_S = 420.0
 TOKENS = 150
+CLIENTS = 8
+"""Twice what one engine has room for, so that it is full however long the second takes to start; both are full together."""
 
 
 def pool() -> LaunchPool:
@@ -103,7 +105,7 @@ async def test_real_engines_go_from_one_to_two_to_one_under_load_and_no_request_
                 asked.append(await stream(router, f"p{number}"))
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(4):
+            for _ in range(CLIENTS):
                 group.create_task(client())
             await until(lambda: there(2), deadline_s=START_S, what="the second engine is ready")
             await until(lambda: _both_asked(router), what="both serve")

@@ -71,7 +71,7 @@ async def test_the_readme_has_no_command_that_is_not_run_here() -> None:
         "curl ",
     )
     assert [line for line in commands() if not line.startswith(known)] == []
-    assert len(commands()) == 14
+    assert len(commands()) == 15
 
 
 @pytest.mark.parametrize("engines", ["", "named"])

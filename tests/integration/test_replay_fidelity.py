@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 
 from engines.blocks import block_keys, pack_tokens, root_seed
+from engines.simulator.engine import SimulatedEngine
 from engines.virtual.models import EngineModel
 from router.replay.engines import Hardware
 from router.replay.replay import Member, Replay, Setting
 from router.replay.workload import Arrival, Workload, timed
 from router.scheduling.table import load_policy
-from tests.rig import fleet, routing
+from tests.rig import Router, fleet, routing
+from tests.waiting import until
 
 SIZE = 16
 MODEL = EngineModel(step_s=0.01, prefill_token_s=1 / 1000, decode_sequence_s=0.001, kv_token_s=1e-6, kv_tokens=1600)
@@ -23,6 +26,11 @@ def prompts() -> list[list[int]]:
     rng = random.Random(4)
     families = [[rng.randrange(100, 400) for _ in range(448)] for _ in range(4)]
     return [families[rng.randrange(4)] + [rng.randrange(100, 400) for _ in range(rng.randrange(20, 60))] for _ in range(14)]
+
+
+async def known(router: Router, engines: Sequence[SimulatedEngine]) -> bool:
+    held = [await router.metric("router_cached_blocks", engine=engine.url) for engine in engines]
+    return held == [len(engine.cache.names) for engine in engines]
 
 
 async def test_ttft_and_hits_are_those_of_simulated_engines_in_real_time() -> None:
@@ -45,6 +53,7 @@ async def test_ttft_and_hits_are_those_of_simulated_engines_in_real_time() -> No
             real_s.append(time.perf_counter() - began)
             assert answer.status == 200
             hits += answer.cached_tokens
+            await until(lambda: known(router, engines), what="the router knows what the engines hold, as it does a second later")
     keys = [tuple(block_keys(pack_tokens(prompt), SIZE, root_seed())) for prompt in asked]
     arrivals = tuple(Arrival(float(at), len(prompt), 1, own) for at, (prompt, own) in enumerate(zip(asked, keys, strict=True)))
     name, policy = load_policy("kv")
