@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.real_engine]
 
 START_S = 420.0
 TOKENS = 150
-CLIENTS = 8
-"""Twice what one engine has room for, so that it is full however long the second takes to start; both are full together."""
+CLIENTS = 6
+"""More than one engine has room for, so that it is full however long the second takes to start."""
 
 
 def pool() -> LaunchPool:
@@ -51,8 +51,8 @@ def pool() -> LaunchPool:
     )
 
 
-async def stream(router: Router, name: str) -> bool:
-    """Whether it came whole, however long an engine that starts beside it makes it wait."""
+async def streams(router: Router, name: str) -> None:
+    """It comes whole, however long an engine that starts beside it makes it wait."""
     body = {
         "model": MODEL_NAME,
         "messages": [{"role": "user", "content": prompt(name, 80)}],
@@ -64,15 +64,17 @@ async def stream(router: Router, name: str) -> bool:
     patient, headers = aiohttp.ClientTimeout(total=None), {"content-type": "application/json"}
     url = f"{router.url}/v1/chat/completions"
     async with router.session.post(url, data=msgspec.json.encode(body), headers=headers, timeout=patient) as answer:
-        compact = (await answer.read()).replace(b" ", b"")
-        return answer.status == 200 and compact.rstrip().endswith(b"data:[DONE]") and b'"completion_tokens":%d' % TOKENS in compact
+        whole = await answer.read()
+    assert answer.status == 200, whole
+    compact = whole.replace(b" ", b"").rstrip()
+    assert compact.endswith(b"data:[DONE]"), whole[-1000:]
+    assert b'"completion_tokens":%d' % TOKENS in compact, whole[-1000:]
 
 
 async def test_real_engines_go_from_one_to_two_to_one_under_load_and_no_request_is_lost(tmp_path: Path) -> None:
-    asked: list[bool] = []
     async with (
         nats_server(tmp_path) as nats,
-        routing([], nats=nats.url, admin_token=TOKEN) as router,
+        routing([], nats=nats.url, admin_token=TOKEN, probe_period_s=2.0, probe_timeout_s=5.0) as router,
         planned(
             nats.url,
             actuator=ActuatorName.PROCESS,
@@ -81,7 +83,7 @@ async def test_real_engines_go_from_one_to_two_to_one_under_load_and_no_request_
             decode_down=0.3,
             prefill_up=1.0,
             load_interval_s=1.0,
-            stabilise_s=5.0,
+            stabilise_s=30.0,
             pool=(pool(),),
             aggregated=PoolSettings(min=1, max=2, startup_s=60.0),
             router=(router.admin,),
@@ -100,9 +102,9 @@ async def test_real_engines_go_from_one_to_two_to_one_under_load_and_no_request_
 
         async def client() -> None:
             nonlocal number
-            while busy and all(asked):
+            while busy:
                 number += 1
-                asked.append(await stream(router, f"p{number}"))
+                await streams(router, f"p{number}")
 
         async with asyncio.TaskGroup() as group:
             for _ in range(CLIENTS):
@@ -110,11 +112,9 @@ async def test_real_engines_go_from_one_to_two_to_one_under_load_and_no_request_
             await until(lambda: there(2), deadline_s=START_S, what="the second engine is ready")
             await until(lambda: _both_asked(router), what="both serve")
             busy = False
-        asked.append(await stream(router, "last"))
+        await streams(router, "last")
         await until(lambda: there(1), deadline_s=120.0, what="one is left")
-        asked.append(await stream(router, "after"))
-    assert asked
-    assert all(asked)
+        await streams(router, "after")
 
 
 async def _both_asked(router: Router) -> bool:
