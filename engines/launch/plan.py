@@ -39,7 +39,7 @@ class Ports(NamedTuple):
     transfer: int
     """Where other engines ask for KV: NIXL's side channel, or a bootstrap server."""
     rendezvous: int
-    """Where the ranks of SGLang's DP attention meet; its processes talk on the six that follow, however many ranks there are."""
+    """Where the ranks of SGLang's DP attention meet; its processes talk on ports after it (`ports.RENDEZVOUS`)."""
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,8 +11,9 @@ import socket
 
 from engines.launch.plan import Ports
 
-RENDEZVOUS = 7
-"""Ports in a row that SGLang's DP attention takes (0.5.23, `PortArgs`); by default it reckons them from its HTTP port, and they may be anybody's."""
+RENDEZVOUS = 14
+"""Ports in a row of which SGLang's DP attention takes some (0.5.23: the first seven, and the last); by default it reckons them from its HTTP
+port, and they may be anybody's."""
 
 
 class Held:
