@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -20,6 +20,9 @@ from discovery import logs
 from discovery.config import ConfigError, help_text, in_force, load, nearest, options
 from discovery.reasons import reasons
 from discovery.redact import redact_text
+
+if TYPE_CHECKING:
+    from router.replay.settings import ReplaySettings
 
 OTHERS_VARIABLES = frozenset({"COMMUTATOR_ENGINES_DIR"})
 """Begin with our prefix and are read by scripts/ and tests/, not by a command."""
@@ -37,13 +40,28 @@ class Command(msgspec.Struct, frozen=True):
 
 COMMANDS = {
     "serve": Command("route requests to engines by what is in their KV caches", "router.settings:ServeSettings", "router.app:serve"),
+    "up": Command(
+        "start engines on this machine and the router in front of them", "discovery.up.settings:UpSettings", "discovery.up.command:up"
+    ),
     "relay": Command(
         "put engines' KV events on the bus for routers that cannot reach them", "discovery.settings:RelaySettings", "discovery.app:relay"
     ),
+    "plan": Command("decide how many engines there should be, and make it so", "planner.settings:PlanSettings", "planner.app:plan"),
     "simulate": Command(
         "run engines that speak the real protocol and have no model",
         "engines.simulator.settings:SimulateSettings",
         "engines.simulator.serve:run",
+    ),
+    "doctor": Command(
+        "say what is wrong with a live fleet, one line each, and how to mend it",
+        "router.doctor.settings:DoctorSettings",
+        "router.doctor.command:run",
+    ),
+    "top": Command("show a router's live page in a terminal", "router.top.settings:TopSettings", "router.top.command:run"),
+    "replay": Command(
+        "run traffic in virtual time against a simulated fleet, and compare policies",
+        "router.replay.settings:ReplaySettings",
+        "commutator:replay",
     ),
     "advise": Command(
         "say whether prefill/decode disaggregation pays for a model, prompt length and link",
@@ -51,6 +69,26 @@ COMMANDS = {
         "planner.advise.command:run",
     ),
 }
+
+
+async def replay(settings: ReplaySettings) -> None:
+    """Replay, with the planner where it is asked for: the one command of two rooms."""
+    from router.replay.command import run as run_replay
+
+    if not settings.planner:
+        await run_replay(settings)
+        return
+    from planner.trial.replaying import Replaying, planned
+
+    made: list[Replaying] = []
+
+    def scaler() -> Replaying:
+        made.append(planned(settings.engines, settings.prefill_engines, settings.ttft_target_s, settings.itl_target_ms, settings.startup_s))
+        return made[-1]
+
+    await run_replay(settings, scaler)
+    for number, one in enumerate(made, 1):
+        sys.stderr.write(f"planner, run {number}: {one.engine_s / 3600:.2f} engine-hours, {one.least} to {one.most} engines\n")
 
 
 def main() -> NoReturn:

@@ -32,12 +32,15 @@ from discovery.readings import Reading, Readings, of_bus, of_relay
 from discovery.registry import Registry
 from discovery.relay import Relay
 from discovery.sharing import Sharing
+from discovery.sources.announced import Announcer
+from discovery.sources.chosen import chosen
+from discovery.sources.finder import Finder, of_finder
 from engines.types import Endpoint
 
 if TYPE_CHECKING:
     from discovery.settings import RelaySettings
     from engines.metrics import EngineLoad
-    from engines.types import EngineInfo
+    from engines.types import EngineInfo, EngineSpec
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -55,16 +58,19 @@ class NothingInFlight:
 
 
 class Members:
-    """Has every engine that is there followed."""
+    """Has every engine that is there followed, and announced where that is wanted."""
 
-    def __init__(self, sharing: Sharing) -> None:
+    def __init__(self, sharing: Sharing, announcer: Announcer | None) -> None:
         self._sharing = sharing
+        self._announcer = announcer
 
     def joined(self, info: EngineInfo) -> None:
         """It can be followed."""
         if not info.kv_sources:
             event(_log, logging.WARNING, "engine publishes no KV events", engine=info.id, reason=info.no_kv_events)
         self._sharing.follow(info)
+        if self._announcer is not None:
+            self._announcer.announce(info.spec)
 
     def changed(self, info: EngineInfo) -> None:
         """Its models are another list; its cache is the same."""
@@ -72,6 +78,8 @@ class Members:
     def left(self, info: EngineInfo, reason: str) -> None:  # noqa: ARG002  the watch has logged it
         """It cannot be followed any more."""
         self._sharing.unfollow(info.id)
+        if self._announcer is not None:
+            self._announcer.withdraw(info.id)
 
     def load(self, engine_id: str, load: dict[int, EngineLoad], *, answered: bool = True) -> None:
         """No concern of a relay."""
@@ -81,16 +89,33 @@ class Members:
         return False
 
 
+class Watched:
+    """Follows what sources find: a relay has nothing in flight, so who is released is let go."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+
+    def follow(self, spec: EngineSpec, source: str) -> None:  # noqa: ARG002  the finder has logged it
+        """See `discovery.sources.finder.Target`."""
+        self._monitor.remove(spec.url)
+        self._monitor.add(spec)
+
+    def release(self, engine_id: str) -> None:
+        """See `discovery.sources.finder.Target`."""
+        self._monitor.remove(engine_id)
+
+
 class Pages:
     """What it says over HTTP."""
 
-    def __init__(self, bus: Bus, relay: Relay, peers: Peers, monitor: Monitor) -> None:
+    def __init__(self, bus: Bus, relay: Relay, peers: Peers, monitor: Monitor, finder: Finder) -> None:
+        self._finder = finder
         self._bus = bus
         self._relay = relay
         self._peers = peers
         self._monitor = monitor
         self._registry = CollectorRegistry()
-        self._registry.register(Readings(self._readings))
+        self._registry.register(Readings(self.readings))
 
     def application(self) -> web.Application:
         """Its three paths."""
@@ -125,12 +150,14 @@ class Pages:
         """Ready: the bus is there, and every engine that is there is relayed. One that is not there makes nobody wait."""
         del request
         engines = self.engines()
-        ready = self._bus.connected and not any(state.startswith("joining") for state in engines.values())
+        ready = self._bus.connected and self._finder.complete and not any(state.startswith("joining") for state in engines.values())
         return _json(200 if ready else 503, {"ready": ready, "bus": self._bus.connected, "engines": engines})
 
-    def _readings(self) -> Iterator[Reading]:
+    def readings(self) -> Iterator[Reading]:
+        """Every family of its page, as it stands now."""
         yield from of_relay(self._relay)
         yield from of_bus(self._bus, "relay")
+        yield from of_finder(self._finder)
         states = [((engine, state.partition(":")[0].replace(" ", "_")), 1.0) for engine, state in self.engines().items()]
         yield "relay_engine_state", "1 for the state each engine is in.", ("engine", "state"), states
         yield "relay_peers", "Routers and other relays heard of on the bus.", (), [((), float(len(self._peers)))]
@@ -160,17 +187,20 @@ async def relaying(settings: RelaySettings) -> AsyncIterator[str]:
         kv = Relay(bus, settings.namespace, context)
         peers = Peers(secrets.token_hex(8), time.monotonic(), only_relays=True)
         sharing = Sharing(bus, settings.namespace, peers, NothingInFlight(), kv)
+        announcer = Announcer(bus, settings.namespace) if settings.announce else None
         monitor = Monitor(
             settings.engine,
             Registry(),
             session,
-            Members(sharing),
+            Members(sharing, announcer),
             probe_period_s=settings.probe_period_s,
             probe_timeout_s=settings.probe_timeout_s,
         )
-        url = await _listen(stack, Pages(bus, kv, peers, monitor), settings.host, settings.port)
-        for room in (kv, sharing, monitor):
-            group.create_task(room.run(), name=type(room).__name__.lower())
+        finder = Finder(chosen(settings.discover, bus, settings.namespace), Watched(monitor), fixed=monitor.watched)
+        url = await _listen(stack, Pages(bus, kv, peers, monitor, finder), settings.host, settings.port)
+        for room in (kv, sharing, monitor, finder, announcer):
+            if room is not None:
+                group.create_task(room.run(), name=type(room).__name__.lower())
         event(_log, logging.INFO, "relaying", url=url, engines=len(settings.engine), bus=bus.servers)
         yield url
 

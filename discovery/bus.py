@@ -169,6 +169,16 @@ class Bus:
         """Where it connects to, without credentials."""
         return redact_text(", ".join(self._servers))
 
+    @property
+    def max_payload_bytes(self) -> int:
+        """The largest message that the server takes; 0 while it is away."""
+        return 0 if self._client is None else self._client.max_payload
+
+    @property
+    def complaint(self) -> str:
+        """What the server last reported as wrong on this connection, without secrets; empty when nothing was."""
+        return redact_text(str(self._last_error or ""))
+
     async def connect(self, servers: str | Sequence[str], *, name: str) -> None:
         """Connected when this returns, and from then on kept so; `name` shows in the server's own monitoring.
 

@@ -2,23 +2,54 @@
 
 A relay turns one rank's KV events into a numbered stream of small operations on *keys* (design: a key is the hash of a whole
 prefix). `epoch` names one life of the engine's cache as seen by one life of the relay: `<relay life>.<n>`, `n` growing; `seq` starts at 0 in
-each epoch and grows by one per batch. Keys travel packed, 8 bytes each, little-endian, in chain order.
+each epoch and grows by one per batch. Keys travel packed, 8 bytes each, little-endian, and blocks that are stored in chains: each block of
+one follows the block before it.
 
     subject kv.<engine>.<rank>:  Batch 0 · Batch 1 · Beacon(seq=2) · Batch 2 · …          (`seq` of a beacon: the next batch's)
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import msgspec
 
+from engines.blocks import KEY_BYTES
 from engines.types import Endpoint, Tier
 
 
-class Store(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """These blocks are now held in this tier."""
+class Store(msgspec.Struct, frozen=True, array_like=True, tag="chains"):
+    """These blocks are now held in this tier, which were not."""
 
     tier: Tier
     keys: bytes
+    lengths: list[int] = []
+    """Blocks of each of the chains that `keys` consists of; empty when it is one."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it can be read: what comes from elsewhere may be anything."""
+        blocks, rest = divmod(len(self.keys), KEY_BYTES)
+        return not rest and (not self.lengths or (min(self.lengths) > 0 and sum(self.lengths) == blocks))
+
+    def chains(self) -> Iterable[bytes]:
+        """Its chains, packed."""
+        return [self.keys[begin:end] for begin, end in self._bounds()] if self.lengths else (self.keys,)
+
+    def part(self, begin: int, end: int) -> Store:
+        """The same of the keys from one place to another, in bytes."""
+        if not self.lengths:
+            return Store(self.tier, self.keys[begin:end])
+        spans = [min(end, behind) - max(begin, start) for start, behind in self._bounds()]
+        lengths = [span // KEY_BYTES for span in spans if span > 0]
+        return Store(self.tier, self.keys[begin:end], lengths if len(lengths) > 1 else [])
+
+    def _bounds(self) -> Iterator[tuple[int, int]]:
+        begin = 0
+        for length in self.lengths:
+            end = begin + length * KEY_BYTES
+            yield begin, end
+            begin = end
 
 
 class Remove(msgspec.Struct, frozen=True, array_like=True, tag="r"):
@@ -27,9 +58,23 @@ class Remove(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     tier: Tier
     keys: bytes
 
+    @property
+    def whole(self) -> bool:
+        """Whether it can be read."""
+        return not len(self.keys) % KEY_BYTES
+
+    def part(self, begin: int, end: int) -> Remove:
+        """The same of the keys from one place to another, in bytes."""
+        return Remove(self.tier, self.keys[begin:end])
+
 
 class Clear(msgspec.Struct, frozen=True, array_like=True, tag="c"):
     """Nothing is held any more, in any tier."""
+
+    @property
+    def whole(self) -> bool:
+        """It can always be read."""
+        return True
 
 
 Op = Store | Remove | Clear

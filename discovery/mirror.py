@@ -15,10 +15,12 @@ what the bus says of such an endpoint, be it another relay's word, is not listen
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
@@ -26,15 +28,15 @@ import msgspec
 from discovery.bus import Bus
 from discovery.feed import Feed
 from discovery.logs import event
-from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, SnapshotRequest, Store, StreamMessage
+from discovery.messages import Batch, Beacon, Op, Remove, SnapshotChunk, SnapshotRequest, Store, StreamMessage
 from discovery.signal import Signal, SignalState, SignalTracker
 from discovery.subjects import Subjects
 from discovery.sync import Action, Apply, ClearAll, RequestSnapshot, StreamSync, SyncCounts
-from discovery.translate import Change
-from engines.blocks import KEY_BYTES, unpack_keys
 from engines.types import Endpoint, EngineInfo, Tier
 
 TICK_S = 0.1
+AT_ONCE = 16
+"""Endpoints that are looked at in one pass of the loop."""
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
@@ -49,11 +51,11 @@ _Life = tuple[bool, float | None]
 class IndexSink(Protocol):
     """Where what is held is written down."""
 
-    def store(self, endpoint: Endpoint, tier: Tier, keys: Sequence[int]) -> None:
-        """These blocks are held there now."""
+    def store(self, endpoint: Endpoint, tier: Tier, chains: Iterable[bytes]) -> None:
+        """The blocks of these chains are held there now, and were not: packed keys, each block following the one before it."""
         ...
 
-    def remove(self, endpoint: Endpoint, tier: Tier, keys: Sequence[int]) -> None:
+    def remove(self, endpoint: Endpoint, tier: Tier, keys: bytes) -> None:
         """These blocks are not held there any more."""
         ...
 
@@ -85,15 +87,18 @@ class _Copy:
         """Whether a relay in this process tells of it."""
         self.told = False
         """Whether its relay has said, in this epoch, how it sees the signal and the block size: keys alone cannot be believed yet."""
+        self.behind: deque[Callable[[], Op]] = deque()
+        """What has been told of it in this process and is not in the index yet: what a feed held that was joined when it held much."""
         self.block_size: int | None = None
         self.reported: SignalState | None = None
 
     @property
     def complete(self) -> bool:
-        return self.told and (self.local or self.sync.synced)
+        return self.told and not self.behind and (self.local or self.sync.synced)
 
     def renewed(self) -> None:
         self.told = False
+        self.behind.clear()
         self.tracker.restarted()
 
 
@@ -145,7 +150,9 @@ class Mirror:
     # discovery.relay.LocalCopy
 
     def attach(self, feed: Feed) -> None:
-        """What the feed's endpoint holds is told by it, from what it holds now on. O(blocks it holds).
+        """What the feed's endpoint holds is told by it, from what it holds now on.
+
+        O(blocks it holds), at some 20 ns each; what costs more is done in later passes of the loop.
 
         A complete copy of another relay's serves until the feed is complete as well.
         """
@@ -170,14 +177,17 @@ class Mirror:
         if not self._bus.connected:
             copy.tracker.bus_lost(now)
 
-    def changed(self, endpoint: Endpoint, changes: Iterable[Change]) -> None:
+    def changed(self, endpoint: Endpoint, changes: Iterable[Op]) -> None:
         """The next changes of what is held there. O(blocks)."""
         copy = self._copies.get(endpoint)
         if copy is None or not copy.local:
             return
         copy.sync.counts.batches += 1
         copy.tracker.heard(self._clock())
-        self._take(endpoint, changes)
+        if copy.behind:
+            copy.behind += [functools.partial(_itself, change) for change in changes]
+        else:
+            self._take(endpoint, changes)
 
     def renewed(self, endpoint: Endpoint) -> None:
         """A new epoch: nothing of what was known holds any more."""
@@ -245,7 +255,11 @@ class Mirror:
         (self._on_bus_back if self._bus.connected else self._on_bus_lost)()
         try:
             while True:
-                self._tick(self._clock())
+                for number, copy in enumerate(tuple(self._copies.values()), 1):
+                    if self._copies.get(copy.endpoint) is copy:
+                        self._tick(copy, self._clock())
+                    if not number % AT_ONCE:
+                        await asyncio.sleep(0)  # others have their turn
                 await asyncio.sleep(TICK_S)
         finally:
             self._running = False
@@ -273,14 +287,23 @@ class Mirror:
         copy.sync.counts.epochs += 1
         copy.local = True
         copy.tracker.bus_back(now)
-        self._take(copy.endpoint, feed.held())
+        copy.behind += feed.held()
+        self._catch_up(copy)
         feed.beacon()
 
-    def _take(self, endpoint: Endpoint, changes: Iterable[Change]) -> None:
+    def _catch_up(self, copy: _Copy) -> None:
+        """Take in a piece of what a feed holds, and the next in the next pass of the loop."""
+        if not copy.behind or self._copies.get(copy.endpoint) is not copy:
+            return
+        self._take(copy.endpoint, [copy.behind.popleft()()])
+        if copy.behind:
+            asyncio.get_running_loop().call_soon(self._catch_up, copy)
+
+    def _take(self, endpoint: Endpoint, changes: Iterable[Op]) -> None:
         for change in changes:
-            if change.kind is Store:
-                self._index.store(endpoint, change.tier, change.keys)
-            elif change.kind is Remove:
+            if isinstance(change, Store):
+                self._index.store(endpoint, change.tier, change.chains())
+            elif isinstance(change, Remove):
                 self._index.remove(endpoint, change.tier, change.keys)
             else:
                 self._index.clear(endpoint)
@@ -303,7 +326,7 @@ class Mirror:
         except (msgspec.MsgspecError, ValueError, RecursionError):
             self.counts.undecodable += 1
             return
-        if isinstance(message, Batch) and not _whole(message.ops):
+        if isinstance(message, Batch) and not all(op.whole for op in message.ops):
             self.counts.undecodable += 1
             return
         now, epoch = self._clock(), copy.sync.epoch
@@ -333,7 +356,7 @@ class Mirror:
             chunk = _chunks.decode(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError):
             chunk = None
-        if answered is None or chunk is None or not _whole(chunk.ops):
+        if answered is None or chunk is None or not all(op.whole for op in chunk.ops):
             self.counts.undecodable += 1
             return
         endpoint, attempt = answered
@@ -352,8 +375,7 @@ class Mirror:
         for action in actions:
             match action:
                 case Apply(ops):
-                    for op in ops:
-                        self._apply(endpoint, op)
+                    self._take(endpoint, ops)
                 case ClearAll():
                     self._index.clear(endpoint)
                 case RequestSnapshot(attempt):
@@ -361,20 +383,10 @@ class Mirror:
                     reply = self._subjects.reply(self._name, endpoint, attempt)
                     self._bus.publish(self._subjects.snapshot(endpoint), _encode(SnapshotRequest(endpoint)), reply)
 
-    def _apply(self, endpoint: Endpoint, op: Op) -> None:
-        match op:
-            case Store(tier, keys):
-                self._index.store(endpoint, tier, unpack_keys(keys))
-            case Remove(tier, keys):
-                self._index.remove(endpoint, tier, unpack_keys(keys))
-            case Clear():
-                self._index.clear(endpoint)
-
-    def _tick(self, now: float) -> None:
-        for copy in tuple(self._copies.values()):
-            if copy.tracker.publishes and self._bus.connected and not copy.local:
-                self._perform(copy, copy.sync.tick(now))
-            self._report(copy, now)
+    def _tick(self, copy: _Copy, now: float) -> None:
+        if copy.tracker.publishes and self._bus.connected and not copy.local:
+            self._perform(copy, copy.sync.tick(now))
+        self._report(copy, now)
 
     def _report(self, copy: _Copy, now: float) -> None:
         """One log line per change of state; the first one only when it is bad news, and not while the first copy is being made."""
@@ -398,11 +410,11 @@ class Mirror:
         for copy in self._copies.values():
             if not copy.local:
                 copy.tracker.bus_back(now)
-        self._tick(now)
+                self._perform(copy, copy.sync.tick(now) if copy.tracker.publishes else ())
 
 
-def _whole(ops: Iterable[Op]) -> bool:
-    return not any(len(op.keys) % KEY_BYTES for op in ops if not isinstance(op, Clear))
+def _itself(op: Op) -> Op:
+    return op
 
 
 def _signal(state: str, reason: str) -> Signal:

@@ -35,6 +35,7 @@ _BY_ENDPOINT: Final = (
     ("relay_crashes_total", "Times that following an engine failed in a way nobody foresaw; the log says how.", "crashes"),
     ("relay_orphans_total", "Blocks stored under a parent not known.", "orphans"),
     ("relay_blocks", "Blocks held, by KV events.", "blocks"),
+    ("relay_event_lag_seconds", "From the latest batch's being made to its being read, by the clocks of both.", "lag_s"),
 )
 _BY_KIND: Final = (
     ("relay_undecodable_total", "Event messages that could not be read, by kind.", "undecodable"),

@@ -28,6 +28,7 @@ from discovery.bus import Bus, Subscription
 from discovery.feed import Feed, FeedCopy, FeedCounts
 from discovery.logs import event
 from discovery.messages import SnapshotRequest, StreamMessage
+from discovery.remains import Remains
 from discovery.subjects import Subjects
 from engines.subscriber import KvSubscriber, SubscriberCounts
 from engines.turns import Turns
@@ -38,6 +39,10 @@ RETRY_S = 1.0
 SILENT_S = 3.0
 """How long an engine may bring nothing before what is known of it is told all the same; more than a replay has to answer."""
 LOOK_S = 0.25
+AT_ONCE = 16
+"""Feeds whose beacons are sent in one pass of the loop."""
+PASS_BLOCKS = 4096
+"""Changes that are sent in one pass of the loop."""
 TOGETHER_S = 0.01
 """After a batch of any engine has been sent, the next ones wait so long for each other: what others hear is never later by more."""
 MAX_REQUESTS = 4096
@@ -107,7 +112,10 @@ class Relay:
         """Who asks for what → whose snapshot goes where. Who asks again keeps its place in line, and only its last question is answered."""
         self._changed = asyncio.Event()
         self._asked = asyncio.Event()
-        self._flush_at: asyncio.TimerHandle | None = None
+        self._waiting: dict[Feed, None] = {}
+        """Those with something to send, in the order in which they came to have it."""
+        self._flush_at: asyncio.Handle | None = None
+        self._remains = Remains()
 
     def follow(self, info: EngineInfo) -> None:
         """Exactly this engine's sources are followed from now on; those followed already go on, unless the engine was started again."""
@@ -167,6 +175,7 @@ class Relay:
             _epochs(),
             None if self._alone else send,
             waits=self._flush_soon,
+            give_up=self._remains.add,
             copy=self._local,
             replays=source.replay is not None,
             turnover=turnover,
@@ -198,16 +207,25 @@ class Relay:
             if followed.task is None:
                 followed.task = tasks.create_task(self._pull(followed), name=f"kv events {endpoint}")
 
-    def _flush_soon(self) -> None:
+    def _flush_soon(self, feed: Feed) -> None:
         """At once when nothing was sent just now, else together with what comes until then."""
+        self._waiting[feed] = None
         if self._flush_at is None:
             self._flush()
 
     def _flush(self) -> None:
+        """Send what waits, and what is too much for one pass of the loop in the next."""
         self._flush_at = None
-        sent = [followed.feed.flush() for followed in self._followed.values()]
-        if any(sent):
-            self._flush_at = asyncio.get_running_loop().call_later(TOGETHER_S, self._flush)
+        sent = 0
+        while self._waiting and sent < PASS_BLOCKS:
+            feed = next(iter(self._waiting))
+            del self._waiting[feed]
+            sent += feed.flush()
+        loop = asyncio.get_running_loop()
+        if self._waiting:
+            self._flush_at = loop.call_soon(self._flush)
+        elif sent:
+            self._flush_at = loop.call_later(TOGETHER_S, self._flush)
 
     async def _pull(self, followed: _Followed) -> None:
         """One rank's whole life here. Nothing an engine publishes may end the relay, nor another engine's feed."""
@@ -223,22 +241,30 @@ class Relay:
     async def _beat(self) -> None:
         while True:
             started = time.monotonic()
-            self._beacons()
+            await self._beat_once()  # by itself: between two beats nothing is held of an engine that left
             await asyncio.sleep(max(0.0, self._beacon_period_s - (time.monotonic() - started)))
+
+    async def _beat_once(self) -> None:
+        for number, followed in enumerate(tuple(self._followed.values()), 1):
+            followed.feed.beacon()  # which says nothing when it was dropped meanwhile
+            if not number % AT_ONCE:
+                await asyncio.sleep(0)
 
     async def _look(self) -> None:
         """Wait for no engine that brings nothing: one that never connects to us, or a network that swallows what we send."""
         while True:
-            now = time.monotonic()
-            for followed in self._followed.values():
-                brought = (followed.counts.connects, followed.counts.replays, followed.feed.batches)
-                if followed.task is None or followed.feed.complete:
-                    continue
-                if brought != followed.brought:
-                    followed.brought, followed.brought_at = brought, now
-                elif now - followed.brought_at >= SILENT_S:
-                    followed.feed.unreachable(f"nothing has come from {followed.source.events}")
+            self._look_once(time.monotonic())
             await asyncio.sleep(LOOK_S)
+
+    def _look_once(self, now: float) -> None:
+        for followed in self._followed.values():
+            brought = (followed.counts.connects, followed.counts.replays, followed.feed.batches)
+            if followed.task is None or followed.feed.complete:
+                continue
+            if brought != followed.brought:
+                followed.brought, followed.brought_at = brought, now
+            elif now - followed.brought_at >= SILENT_S:
+                followed.feed.unreachable(f"nothing has come from {followed.source.events}")
 
     def _beacons(self) -> None:
         for followed in self._followed.values():

@@ -23,6 +23,8 @@ from discovery.access import (
 )
 from discovery.config import Complaint
 from discovery.logs import LogFormat, LogLevel
+from discovery.sources import settings as sources
+from discovery.sources.settings import DiscoverSettings
 from engines.types import EngineSpec
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -38,6 +40,10 @@ class RelaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "`http://h:8000,kv-events=tcp://h:5557,kv-replay=tcp://h:5558,api-key=…`. Repeatable."
         ),
     ] = ()
+    discover: DiscoverSettings = DiscoverSettings()
+    announce: Annotated[
+        bool, Meta(description="Tell routers of these engines on the bus, as long as they answer: for routers with `discover.announced`.")
+    ] = False
     host: Annotated[str, Meta(min_length=1, description="Address that /metrics, /health and /ready listen on.")] = "0.0.0.0"  # noqa: S104  as `serve`
     port: Annotated[int, Meta(ge=0, le=65535, description="Their port; 0 takes a free one and prints it.")] = 8082
     nats: NatsUrl = None
@@ -59,7 +65,7 @@ class RelaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self, given: frozenset[str]) -> Iterator[Complaint]:
         """What is wrong in combination; `given` holds the keys that somebody set."""
-        if not self.engine:
+        if not self.engine and not self.discover.used:
             yield Complaint("engine", "no engine is named; name at least one: --engine http://HOST:PORT")
         for url, count in Counter(spec.url for spec in self.engine).items():
             if count > 1:
@@ -68,3 +74,6 @@ class RelaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield Complaint("nats", "a relay needs the NATS server that its routers use: --nats nats://HOST:4222")
             return
         yield from complaints(self, given)
+        yield from sources.complaints(self.discover, given, nats=self.nats)
+        if self.announce and self.discover.announced:
+            yield Complaint("announce", "together with discover.announced, engines that are gone would announce each other for ever")

@@ -48,6 +48,14 @@ class Subjects:
         """Every stream of batches and beacons."""
         self.routers = f"{namespace}.routers"
         """Where routers tell each other that they are there, and what they carry."""
+        self.engines = f"{namespace}.engines"
+        """Where engines are announced."""
+        self.observations = f"{namespace}.observations"
+        """Where routers tell planners what clients ask for and see."""
+        self.plans = f"{namespace}.plans"
+        """Where planners tell how many engines there are to be."""
+        self.acknowledgements = f"{namespace}.plans.done"
+        """Where whoever carries plans out says that one is."""
 
     def stream(self, endpoint: Endpoint) -> str:
         """Where the batches and beacons of one endpoint are published."""

@@ -116,9 +116,15 @@ class Room:
 
     at_once = True
 
-    def __init__(self, host: str, port: int, room: int) -> None:
-        """`room` must be new, and below 2⁶³; modulo prefill's ranks it is the rank that computes (see `room_for`)."""
-        self._told = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
+    def __init__(self, host: str, port: int, room: int, rank: int | None = None) -> None:
+        """`room` must be new, and below 2⁶³; modulo prefill's ranks it is the rank that computes (see `room_for`).
+
+        `rank` says so once more, where there are several: SGLang 0.5.23 takes any rank but the first for a mistake otherwise, unless its ranks
+        are those of DP attention.
+        """
+        self._told: Told = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
+        if rank is not None:
+            self._told = {**self._told, "disagg_prefill_dp_rank": rank}
 
     def prefill(self) -> Told:
         """See `Handshake`."""
@@ -136,7 +142,8 @@ def handshake_for(info: EngineInfo, rank: int, bits: int) -> Handshake:
             return Mooncake(f"{bits:032x}", dict(info.transfer_ids)[rank], info.bootstrap or "")
         case Connector.ROOMS:
             where = urlsplit(info.bootstrap or info.id)
-            return Room(where.hostname or "", where.port or 80, room_for(bits, info.ranks.index(rank), len(info.ranks)))
+            room = room_for(bits, info.ranks.index(rank), len(info.ranks))
+            return Room(where.hostname or "", where.port or 80, room, rank if info.pins_rank else None)
         case _:
             return Nixl()
 
@@ -182,12 +189,12 @@ def prefill_leg_as_asked(kind: EngineKind, body: Fields, told: Told) -> bytes:
         kept |= {"max_tokens": 1, **once}
     else:
         kept["sampling_params"] = {"max_tokens" if kind is EngineKind.VLLM else "max_new_tokens": 1, **once}
-    return msgspec.json.encode({**kept, **told})
+    return msgspec.json.encode({**kept, **_beside_ids(body, told)})
 
 
 def decode_leg_as_asked(body: Fields, told: Told) -> bytes:
     """The client's own request, and where the other leg is."""
-    return msgspec.json.encode({**body, **told})
+    return msgspec.json.encode({**body, **_beside_ids(body, told)})
 
 
 def decode_leg(kind: EngineKind, ids: Raw, body: Fields, told: Told) -> bytes:
@@ -206,6 +213,14 @@ def decode_leg(kind: EngineKind, ids: Raw, body: Fields, told: Told) -> bytes:
     else:
         fields["token_ids"] = ids
     return msgspec.json.encode(fields)
+
+
+def _beside_ids(body: Fields, told: Told) -> Told:
+    """What a leg is told, beside the ids that a chat has there which goes on elsewhere: what clients put there never comes so far."""
+    name = "kv_transfer_params"
+    if name not in body or name not in told:
+        return told
+    return {**told, name: {**msgspec.json.decode(body[name], type=Fields), **told[name]}}
 
 
 class _Prefilled(msgspec.Struct):

@@ -19,6 +19,19 @@ from engines.answers import read_json, whole
 from engines.types import EngineKind
 
 
+class EngineWork(msgspec.Struct, frozen=True):
+    """What one rank of a decode engine has done since it started."""
+
+    computed: int
+    """Prompt tokens that it computed itself."""
+    fetched: int
+    """Prompt tokens whose KV another engine handed to it."""
+    steps: int = 0
+    """Tokens generated, less the first of each sequence."""
+    steps_s: float = 0.0
+    """The times between them."""
+
+
 class EngineLoad(msgspec.Struct, frozen=True):
     """What one rank last reported; None is unknown."""
 
@@ -28,6 +41,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     """0..1."""
     asleep: bool | None = None
     """Its weights are not loaded; vLLM alone can sleep."""
+    work: EngineWork | None = None
+    """Only asked of decode engines."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -81,6 +96,23 @@ def read_load(kind: EngineKind, text: str) -> dict[int, EngineLoad]:
             # Tensor-parallel processes of one rank may each report; they agree but for the moment they were asked.
             values[field] = max(values.get(field, 0.0), value)
     return {rank: _load(values, asleep=asleep.get(rank)) for rank, values in sorted(by_rank.items())}
+
+
+def read_work(text: str) -> dict[int, EngineWork]:
+    """What each rank of vLLM has done, by its page; empty where this version does not tell where its prompts' KV came from."""
+    counted: dict[int, dict[str, float]] = {}
+    for labels, value in samples(text, "vllm:prompt_tokens_by_source_total"):
+        _add(counted, labels, labels.get("source", ""), value)
+    for name in ("count", "sum"):
+        for labels, value in samples(text, f"vllm:inter_token_latency_seconds_{name}"):
+            _add(counted, labels, name, value)
+    return {
+        rank: EngineWork(
+            round(values["local_compute"]), round(values["external_kv_transfer"]), round(values.get("count", 0)), values.get("sum", 0.0)
+        )
+        for rank, values in counted.items()
+        if "local_compute" in values and "external_kv_transfer" in values
+    }
 
 
 def read_loads(answer: bytes) -> dict[int, EngineLoad]:
@@ -147,6 +179,14 @@ def _by_rank(text: str, label: str, names: tuple[str, ...]) -> Iterator[tuple[in
         if found:
             yield from found
             return
+
+
+def _add(counted: dict[int, dict[str, float]], labels: Mapping[str, str], name: str, value: float) -> None:
+    """Add a sample to what its rank has; a rank may serve several models, each counted apart."""
+    rank = whole(labels.get("engine", "0"))
+    if rank is not None and math.isfinite(value):
+        values = counted.setdefault(rank, {})
+        values[name] = values.get(name, 0.0) + value
 
 
 def _asleep(text: str) -> dict[int, bool]:

@@ -87,6 +87,9 @@ async def look(client: EngineClient, info: EngineInfo, *, known: dict[int, Engin
         elif reply.ok:
             text = reply.body.decode(errors="replace")
             load, boot = metrics.read_load(info.kind, text), metrics.read_boot(text) or boot
+            if info.role is Role.DECODE and info.kind is EngineKind.VLLM:
+                work = metrics.read_work(text)
+                load = {rank: msgspec.structs.replace(one, work=work.get(rank)) for rank, one in load.items()}
     reply = await client.ask(vllm.MODELS)
     listed = vllm.read_models(reply.body) if reply.ok else None
     if listed is not None and not same_models(listed, models):
@@ -137,7 +140,11 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
         why = "it was started without --kv-events-config"
     else:
         why = f"vLLM {version} does not say where ({told.status} at {vllm.KV_EVENT_SOURCES}, which came with 0.31); give kv-events"
-    connector = _vllm_connector(spec)
+    role, connector = spec.role or Role.AGGREGATED, _vllm_connector(spec)
+    if connector is Connector.ROOMS:
+        raise EngineNotReady(f"vLLM {version} does not hand KV over by rooms: give connector=nixl or connector=mooncake")
+    if unused := _without_effect(spec, role):
+        raise EngineNotReady(f"{unused} has no effect without a role, which vLLM {version} does not tell: add role=prefill or role=decode")
     ranks = tuple(source.rank for source in sources) or tuple(caches) or (0,)
     cache = caches.get(ranks[0], metrics.CacheConfig())
     sources = _as_given(spec, client.url, sources, ranks)
@@ -156,7 +163,7 @@ async def _vllm(client: EngineClient, spec: EngineSpec, version: str, listed: Re
         texts_take_ids=True,
         load_path=vllm.METRICS if page.ok else None,  # one page without load is no reason never to look again
         no_kv_events="" if sources else why,
-        role=spec.role or Role.AGGREGATED,
+        role=role,
         connector=connector,
         bootstrap=spec.bootstrap,
         transfer_ids=await _transfer_ids(client, spec, version, ranks)
@@ -172,6 +179,13 @@ def _vllm_connector(spec: EngineSpec) -> Connector | None:
     if spec.role in {None, Role.AGGREGATED}:
         return None
     return spec.connector or (Connector.NIXL if spec.bootstrap is None else Connector.MOONCAKE)
+
+
+def _without_effect(spec: EngineSpec, role: Role) -> str:
+    """What the user wrote about handing KV over that an engine with this role has no use for; empty when there is nothing."""
+    given = {"connector": spec.connector, "bootstrap": spec.bootstrap, "link": spec.link, "group": spec.group or None}
+    useless = {Role.AGGREGATED: tuple(given), Role.DECODE: ("bootstrap",)}.get(role, ())
+    return ", ".join(name for name in useless if given[name] is not None)
 
 
 async def _transfer_ids(client: EngineClient, spec: EngineSpec, version: str, ranks: tuple[int, ...]) -> tuple[tuple[int, str], ...]:
@@ -206,6 +220,11 @@ async def _sglang(client: EngineClient, spec: EngineSpec, server: sglang.ServerI
         raise EngineNotReady(
             f"SGLang {server.version} was started with --disaggregation-mode {server.disaggregation_mode}, not {spec.role}"
         )
+    started = f"--disaggregation-mode {role}" if role is not Role.AGGREGATED else "no --disaggregation-mode"
+    if spec.connector not in {None, Connector.ROOMS}:
+        raise EngineNotReady(f"SGLang {server.version} does not hand KV over by {spec.connector}: leave connector out")
+    if unused := _without_effect(spec, role):
+        raise EngineNotReady(f"{unused} has no effect: SGLang {server.version} was started with {started}")
     ranks = sglang.ranks(server)
     sources = _as_given(spec, client.url, sglang.read_kv_sources(server, host_of(client.url)), ranks)
     return EngineInfo(

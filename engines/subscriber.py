@@ -135,7 +135,7 @@ class KvSubscriber:
         while True:
             line = _Line(self._at_once, self._turns)
             try:
-                async with subscribed(self._source, line) as subscription:
+                async with subscribed(self._source, line, self._turns) as subscription:
                     await self._follow(line, subscription)
                 if subscription.wrong and not subscription.listens:
                     if not line.connected:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol, cast
 
 from engines.frames import GREETING, PING, FrameReader, NotAPublisher
+from engines.turns import READ_BYTES, Turns
 from engines.types import KvSource
 from engines.urls import WILDCARDS, split_tcp
 
@@ -22,9 +23,7 @@ HEARTBEAT_S = 5.0
 MISSED_HEARTBEATS = 3
 """A host that vanishes says no goodbye: after so many heartbeats without a byte from it, it is gone."""
 MAX_MESSAGE_BYTES = 64 << 20
-_READ_BYTES = 64 << 10
-"""At most at once, so that many publishers with much to say keep the loop for milliseconds only before they are told to wait."""
-_buffer = memoryview(bytearray(_READ_BYTES))
+_buffer = memoryview(bytearray(READ_BYTES))
 """For all: what was read is copied out before anybody else reads."""
 
 
@@ -51,29 +50,39 @@ class Reader(Protocol):
 class Subscription:
     """The connections to the publisher of one source, or from it."""
 
-    def __init__(self, source: KvSource, reader: Reader) -> None:
+    def __init__(self, source: KvSource, reader: Reader, turns: Turns) -> None:
+        self.turns = turns
         self.listens = source.bind
         """Publishers connect to us, and so does whoever else finds the port: those are nobody's business."""
         self._reader = reader
         self._topic = source.topic.encode()
         self._open: set[_Connection] = set()
-        self._paused = False
+        self._paused = self._waits = False
+        """For the reader to have room; for its turn."""
         self.wrong = ""
         """Why what is at the other end is no publisher; empty while nothing is known against it."""
 
     def pause(self) -> None:
         """Read no further than what has been read: the publisher keeps what comes."""
-        if not self._paused:
-            self._paused = True
-            for connection in self._open:
-                connection.read(on=False)
+        self._set(paused=True, waits=self._waits)
 
     def resume(self) -> None:
         """Read on."""
-        if self._paused:
-            self._paused = False
+        self._set(paused=False, waits=self._waits)
+
+    def took(self, read_bytes: int) -> None:
+        """So many bytes have been read: others have their turn when that was much."""
+        if not self.turns.read(read_bytes, self._go_on):
+            self._set(paused=self._paused, waits=True)
+
+    def _go_on(self) -> None:
+        self._set(paused=self._paused, waits=False)
+
+    def _set(self, *, paused: bool, waits: bool) -> None:
+        before, self._paused, self._waits = self._paused or self._waits, paused, waits
+        if before != (paused or waits):
             for connection in self._open:
-                connection.read(on=True)
+                connection.read(on=before)
 
     def protocol(self) -> asyncio.BufferedProtocol:
         """For one connection."""
@@ -87,7 +96,7 @@ class Subscription:
     def opened(self, connection: _Connection) -> None:
         """There is one more connection."""
         self._open.add(connection)
-        if self._paused:
+        if self._paused or self._waits:
             connection.read(on=False)
 
     def closed(self, connection: _Connection) -> None:
@@ -96,10 +105,13 @@ class Subscription:
 
 
 @asynccontextmanager
-async def subscribed(source: KvSource, reader: Reader) -> AsyncIterator[Subscription]:
-    """While inside, `reader` is told; the connection is made but for the handshake, or we listen. Raises BadAddress, OSError."""
+async def subscribed(source: KvSource, reader: Reader, turns: Turns | None = None) -> AsyncIterator[Subscription]:
+    """While inside, `reader` is told; the connection is made but for the handshake, or we listen. Raises BadAddress, OSError.
+
+    Those who share `turns` share what is read in one pass of the loop.
+    """
     loop = asyncio.get_running_loop()
-    subscription = Subscription(source, reader)
+    subscription = Subscription(source, reader, turns or Turns())
     address, path = split_tcp(source.events), _ipc_path(source.events)
     server: asyncio.Server | None = None
     if address is None and path is None:
@@ -148,11 +160,12 @@ class _Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, size: int) -> memoryview:
         del size
-        return _buffer
+        return _buffer[: self._subscription.turns.room]
 
     def buffer_updated(self, size: int) -> None:
         if self._reader is None:
             return
+        self._subscription.took(size)
         self._silent = 0
         was_ready = self._frames.ready
         try:

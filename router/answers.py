@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import parse_qs
 
@@ -15,6 +15,7 @@ from router.metrics import CONTENT_TYPE
 from router.processes.messages import Readiness
 from router.routes import INFERENCE, PromptForm, Route
 from router.scheduling.scheduler import NoCandidate, PolicyError
+from router.scheduling.types import Decision
 
 if TYPE_CHECKING:
     from router.exchange import Exchange
@@ -149,6 +150,7 @@ class Answers:
             route = _route_of(exchange)
             asked = await self._intake.read(route, exchange.body, exchange.headers)
             choice = self._chooser.decide(asked, set())
+            told = explanation(choice)
         except openai.BadBody as error:
             exchange.error(error.status, str(error))
         except NoCandidate as error:
@@ -156,7 +158,7 @@ class Answers:
         except PolicyError as error:
             exchange.error(500, str(error), "policy_error")
         else:
-            exchange.respond(200, msgspec.json.encode(explanation(choice)))
+            exchange.respond(200, msgspec.json.encode(told))
 
 
 def _route_of(exchange: Exchange) -> Route:
@@ -187,7 +189,7 @@ def explanation(choice: Choice) -> dict[str, Any]:
         "untokenizable": choice.asked.request.untokenizable or None,
         "overlap_tokens": choice.overlap_tokens,
         "prefill": _prefill(choice),
-        "candidates": _candidates(choice),
+        "candidates": candidates_of(decision),
         "rejected": [{"engine": e.engine, "rank": e.rank, "reason": reason} for e, reason in decision.rejected],
     }
 
@@ -201,22 +203,25 @@ def _prefill(choice: Choice) -> dict[str, Any] | None:
     if choice.prefill is not None:
         endpoint = choice.prefill.endpoint
         told |= {"engine": endpoint.engine, "rank": endpoint.rank, "overlap_tokens": choice.prefill.overlap_tokens}
-        told["candidates"] = _candidates(choice.prefill)
+        told["candidates"] = candidates_of(choice.prefill.decision)
     return told
 
 
-def _candidates(choice: Choice) -> list[dict[str, Any]]:
-    decision = choice.decision
+def candidates_of(decision: Decision) -> list[dict[str, Any]]:
+    """What each would have cost, and why; the cheapest first. Raises PolicyError where the policy cannot tell."""
+    parts: Sequence[Mapping[str, float] | None] = decision.parts() or [None] * len(decision.candidates)
+    told = zip(decision.scores, parts, strict=True)
     return [
         {
             "engine": scored.candidate.endpoint.engine,
             "rank": scored.candidate.endpoint.rank,
             "cost": scored.cost,
+            "cost_parts": part,
             "block_size": scored.candidate.block_size,
             "prompt_blocks": scored.candidate.prompt_blocks,
             "overlap": scored.candidate.overlap,
             "load": scored.candidate.load,
             "signal": scored.candidate.signal if decision.looked_at_caches else None,
         }
-        for scored in sorted(decision.scores, key=lambda scored: scored.cost)
+        for scored, part in sorted(told, key=lambda one: one[0].cost)
     ]

@@ -32,6 +32,8 @@ from discovery.peers import Peers
 from discovery.registry import Registry
 from discovery.relay import Relay as KvRelay
 from discovery.sharing import Sharing
+from discovery.sources.chosen import chosen
+from discovery.sources.finder import Finder
 from router.admin import MAX_BODY_BYTES, Admin
 from router.admission import QueueLimits
 from router.answers import Answers
@@ -41,30 +43,39 @@ from router.calibration import Calibration
 from router.census import Census
 from router.chooser import Chooser
 from router.disagg import StaticRule
+from router.entrance import HeaderNames
 from router.exchange import Exchange
 from router.fleet import Fleet
-from router.gate import Gate, HeaderNames
+from router.gate import Gate
 from router.guards import read_guards
+from router.holding import Holding
 from router.intake import Intake
 from router.load import LoadBook
 from router.membership import Membership
 from router.metrics import Metrics
+from router.observing import Observed, Observing, Told
 from router.pair import PairSender
 from router.pairing import DisaggRules, Pairing
 from router.processes.parent import processes
 from router.processes.part import Inside, Part
 from router.prompts.book import PromptBook
 from router.proxy import Proxy
-from router.readings import Readings
+from router.readings import VERSION, Readings
 from router.roster import Roster
 from router.routes import INFERENCE
 from router.running import Listening, cancelled_at_exit, listen, say_ready, stopped_by_signals, told_by_hangup
-from router.scheduling.policies.kv import KvWeights
+from router.scheduling.policies.blocks import BlocksWeights
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.table import load_policy
 from router.server import Handler, Server
+from router.spans import Exporter
 from router.stored import Whereabouts
 from router.tracing import Trace
+from router.ui.document import document
+from router.ui.page import LivePage
+from router.ui.plans import Plans
+from router.ui.recent import Recent
+from router.ui.view import View
 from router.upstream import Timeouts
 
 if TYPE_CHECKING:
@@ -111,7 +122,7 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
     `part` is what it has in common with other processes, when it is one of several.
     """
     guards = await read_guards(settings)
-    weights = msgspec.convert(msgspec.structs.asdict(settings.kv), KvWeights)
+    weights = msgspec.convert(msgspec.structs.asdict(settings.blocks), BlocksWeights)
     name, policy = await asyncio.to_thread(load_policy, settings.policy, weights)  # it may import a user's module
     scheduler = Scheduler(policy, name, settings.router_temperature, random.Random())
     async with contextlib.AsyncExitStack() as stack:
@@ -135,7 +146,15 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             sharing = Sharing(bus, settings.namespace, peers, load, relay, clock=clock)
         prompts = PromptBook(tokenizer=settings.tokenizer)
         whereabouts = Whereabouts(session, pass_clients_keys=guards.door is None)
-        intake = Intake(fleet, prompts, whereabouts, session_header=settings.session_header.lower().encode(), tokenize=scheduler.uses_cache)
+        holding, observed = Holding(fleet, settings.admission.max_waiting, clock=clock), Observed()
+        intake = Intake(
+            fleet,
+            prompts,
+            whereabouts,
+            session_header=settings.session_header.lower().encode(),
+            tokenize=scheduler.uses_cache,
+            holding=holding,
+        )
         calibration = Calibration()
         static = StaticRule(settings.eff_isl_threshold, settings.eff_isl_ratio_threshold)
         pairing = Pairing(DisaggRules(settings.disagg, static, enforce=settings.without_prefill == "enforce"))
@@ -165,7 +184,9 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             probe_period_s=settings.probe_period_s,
             probe_timeout_s=settings.probe_timeout_s,
         )
+        recent = Recent() if settings.has_admin else None
         gate = _gate(settings.admission, chooser, metrics, 1 if part is None else part.processes)
+        spans = _exporter(settings, session, stack)
         proxy = Proxy(
             intake,
             chooser,
@@ -178,12 +199,17 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
             clock=clock,
             resumes=settings.resume,
             prompts=prompts if settings.forward_tokens else None,
+            observed=observed,
+            spans=spans,
+            recent=recent,
         )
-        beginning = Beginning(monitor, fleet, clock=clock)
+        roster = Roster(monitor, fleet, load)
+        finder = Finder(chosen(settings.discover, bus, settings.namespace), roster, fixed=monitor.watched)
+        beginning = Beginning(monitor, fleet, finder, clock=clock)
         group_of_all = None if part is None else part.group
         answers = Answers(fleet, intake, chooser, metrics, accepting=lambda: beginning.over and not server.stopping, group=group_of_all)
         server = Server(
-            _dispatch(proxy, answers),
+            _dispatch(proxy, answers, settings.trace_ratio),
             max_body_bytes=settings.max_body_bytes,
             stall_timeout_s=settings.client_stall_timeout_s,
             grace_period_s=settings.grace_period_s,
@@ -203,16 +229,36 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
                 server=server,
                 gate=gate,
                 peers=peers,
+                spans=spans,
+                finder=finder,
                 clock=clock,
             )
         )
-        roster = Roster(monitor, fleet, load)
-        census = Census(monitor=monitor, fleet=fleet, roster=roster, caches=caches, load=load, mirror=mirror, clock=clock)
+        census = Census(monitor=monitor, fleet=fleet, roster=roster, caches=caches, load=load, mirror=mirror, pairing=pairing, clock=clock)
         control = Admin(roster, census)
+        plans = Plans()
+        told = Told(observed, holding, fleet, census, load, gate)
+        observing = Observing(bus, settings.namespace, peers.router, told, plans, clock=clock) if peers is not None else None
+        view = View(
+            recent=recent or Recent(),
+            plans=plans,
+            census=census,
+            fleet=fleet,
+            caches=caches,
+            pairing=pairing,
+            metrics=metrics,
+            bus=bus,
+            server=server,
+            gate=gate,
+            peers=peers,
+            policy=name,
+            clock=clock,
+        )
         admin = url = ""
         if part is None:
             if guards.admin_door is not None:
-                admins = Server(control.serve, max_body_bytes=MAX_BODY_BYTES, grace_period_s=1.0, door=guards.admin_door)
+                page = LivePage(control.serve, lambda: _state(view))
+                admins = Server(page.serve, max_body_bytes=MAX_BODY_BYTES, grace_period_s=1.0, door=guards.admin_door)
                 stack.push_async_callback(admins.stop)
                 admin = await listen(admins, settings.admin_host, settings.admin_port, guards)
                 group.create_task(admins.run(), name="admin")
@@ -221,18 +267,23 @@ async def running(settings: ServeSettings, part: Part | None = None) -> AsyncIte
         if guards.files:
             stack.enter_context(told_by_hangup(guards.files))
             group.create_task(guards.files.run(), name="files")
-        for room in (relay, mirror, monitor, server, gate, sharing, broker):
+        for room in (relay, mirror, monitor, finder, server, gate, sharing, observing, broker, spans):
             if room is not None:
                 group.create_task(room.run(), name=type(room).__name__.lower())
-        group.create_task(_keep_house(caches, load, membership, roster, gate), name="housekeeping")
+        group.create_task(_keep_house(caches, load, membership, roster, gate, holding), name="housekeeping")
         if part is not None:
             if sharing is None:
                 raise AssertionError
-            await part.prepare(Inside(control, answers, metrics, sharing, monitor, fleet))
+            await part.prepare(Inside(control, answers, metrics, view, sharing=sharing, monitor=monitor, fleet=fleet))
             stack.push_async_callback(server.stop)
             url = await listen(server, settings.host, part.port, guards, shared=True)
         event(log, logging.INFO, "serving", url=url, admin=admin, policy=name, engines=len(settings.engine), bus=bus.servers)
         yield Listening(url, admin)
+
+
+async def _state(view: View) -> dict[str, Any]:
+    """What the live page shows of a router that is one process."""
+    return document({0: await view.part()}, VERSION)
 
 
 def _share(whole: int, processes: int) -> int:
@@ -257,12 +308,22 @@ async def _started(broker: Broker | None) -> str:
     return await broker.start()
 
 
-def _dispatch(proxy: Proxy, answers: Answers) -> Handler:
+def _exporter(settings: ServeSettings, session: aiohttp.ClientSession, stack: contextlib.AsyncExitStack) -> Exporter | None:
+    """Who tells of traces, where somebody wants to hear of them. Raises OtelMissing."""
+    if settings.otlp_endpoint is None:
+        return None
+    spans = Exporter(session, settings.otlp_endpoint, VERSION, clock=clock)
+    stack.push_async_callback(spans.close)
+    return spans
+
+
+def _dispatch(proxy: Proxy, answers: Answers, trace_ratio: float = 0.0) -> Handler:
     """Inference paths to the proxy, everything else to the router's own answers."""
-    bits = random.Random().getrandbits
+    source = random.Random()
+    bits, draw = source.getrandbits, source.random
 
     def handle(exchange: Exchange) -> Coroutine[Any, Any, None]:
-        exchange.trace = Trace(exchange.headers, bits)
+        exchange.trace = Trace(exchange.headers, bits, begins=bool(trace_ratio) and draw() < trace_ratio)
         route = INFERENCE.get(exchange.path)
         if route is not None and exchange.method == route.method and exchange.upgrade == route.websocket:
             return proxy.serve(exchange)
@@ -271,7 +332,7 @@ def _dispatch(proxy: Proxy, answers: Answers) -> Handler:
     return handle
 
 
-async def _keep_house(caches: Caches, load: LoadBook, membership: Membership, roster: Roster, gate: Gate) -> None:
+async def _keep_house(caches: Caches, load: LoadBook, membership: Membership, roster: Roster, gate: Gate, holding: Holding) -> None:
     """Time-outs of engines, and memory given back, in slices that the loop does not notice."""
     while True:
         await asyncio.sleep(SWEEP_PERIOD_S)
@@ -284,6 +345,7 @@ async def _keep_house(caches: Caches, load: LoadBook, membership: Membership, ro
         load.sweep(SWEEP_ENTRIES)
         roster.sweep()
         gate.sweep()
+        holding.sweep()
 
 
 def _control_session() -> aiohttp.ClientSession:

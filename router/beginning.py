@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from discovery.monitor import Monitor
+    from discovery.sources.finder import Finder
     from router.fleet import Fleet
 
 SILENT_S: Final = 2.0
 """For engines that neither answer nor refuse."""
+TOLD_WITHIN_S: Final = 10.0
+"""For sources that are to say which engines there are."""
 LEARNED_WITHIN_S: Final = 20.0
 """For those that have answered: their tokenizers are checked and their caches learned."""
 
@@ -22,8 +25,9 @@ LEARNED_WITHIN_S: Final = 20.0
 class Beginning:
     """From when it is made until the engines are known."""
 
-    def __init__(self, monitor: Monitor, fleet: Fleet, *, clock: Callable[[], float]) -> None:
+    def __init__(self, monitor: Monitor, fleet: Fleet, finder: Finder, *, clock: Callable[[], float]) -> None:
         self._monitor = monitor
+        self._finder = finder
         self._fleet = fleet
         self._clock = clock
         self._began = clock()
@@ -34,7 +38,8 @@ class Beginning:
         """Whether the engines are known, or have had their time. O(engines) until they are."""
         if not self._over:
             waited_s = self._clock() - self._began
-            self._over = all(self._known(engine, waited_s) for engine in self._monitor.watched)
+            told = self._finder.complete or waited_s >= TOLD_WITHIN_S
+            self._over = told and all(self._known(engine, waited_s) for engine in self._monitor.watched)
         return self._over
 
     def _known(self, engine: str, waited_s: float) -> bool:

@@ -13,8 +13,9 @@ An endpoint whose events cannot be believed is answered for from what was sent t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from engines.blocks import pack_keys  # noqa: F401  in examples
 from engines.types import Endpoint, Tier
 from router.index import PrefixIndex
 from router.predicted import TTL_S, PredictedBlocks, Trail
@@ -40,8 +41,8 @@ class Caches:
     >>> caches = Caches()
     >>> engine = Endpoint("http://a:8000")
     >>> caches.add(engine, total_blocks=100)
-    >>> caches.store(engine, Tier.DEVICE, [11, 12])
-    >>> caches.store(engine, Tier.HOST, [12, 13])
+    >>> caches.store(engine, Tier.DEVICE, [pack_keys([11, 12])])
+    >>> caches.store(engine, Tier.HOST, [pack_keys([12, 13])])
     >>> overlap = caches.overlaps([11, 12, 13, 14], [engine])[engine]
     >>> overlap.device, overlap.host
     (2, 1)
@@ -75,7 +76,7 @@ class Caches:
         >>> engine = Endpoint("http://a:8000")
         >>> caches.add(engine)
         >>> caches.discard(engine)
-        >>> caches.store(engine, Tier.DEVICE, [11])
+        >>> caches.store(engine, Tier.DEVICE, [pack_keys([11])])
         >>> caches.size(engine), caches.ignored
         (0, 1)
         """
@@ -86,16 +87,18 @@ class Caches:
             tier.drop_slot(slot)
         self._predicted.drop_slot(places.predicted)
 
-    def store(self, endpoint: Endpoint, tier: Tier, keys: Sequence[int]) -> None:
-        """`endpoint` now holds `keys` in `tier`: see `PrefixIndex.store`. Runtime complexity: O(len(keys))."""
+    def store(self, endpoint: Endpoint, tier: Tier, chains: Iterable[bytes]) -> None:
+        """`endpoint` now holds these in `tier`, and did not: see `PrefixIndex.store`, also for what it costs."""
         places = self._places.get(endpoint)
         if places is None:
             self.ignored += 1
         else:
-            self._tiers[tier].store(places.tiers[tier], keys)
+            slot, index = places.tiers[tier], self._tiers[tier]
+            for chain in chains:
+                index.store(slot, chain)
 
-    def remove(self, endpoint: Endpoint, tier: Tier, keys: Sequence[int]) -> None:
-        """`endpoint` no longer holds `keys` in `tier`: see `PrefixIndex.remove`. Runtime complexity: O(len(keys))."""
+    def remove(self, endpoint: Endpoint, tier: Tier, keys: bytes) -> None:
+        """`endpoint` no longer holds these in `tier`: see `PrefixIndex.remove`, also for what it costs."""
         places = self._places.get(endpoint)
         if places is None:
             self.ignored += 1

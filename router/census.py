@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from router.caches import Caches
     from router.fleet import Fleet
     from router.load import LoadBook
+    from router.pairing import Pairing
     from router.roster import Roster
 
 
@@ -32,6 +33,7 @@ class Census:
         caches: Caches,
         load: LoadBook,
         mirror: Mirror,
+        pairing: Pairing,
         clock: Callable[[], float],
     ) -> None:
         self._monitor = monitor
@@ -40,7 +42,12 @@ class Census:
         self._caches = caches
         self._load = load
         self._mirror = mirror
+        self._pairing = pairing
         self._clock = clock
+
+    def ids(self) -> list[str]:
+        """Of every engine that is followed."""
+        return list(self._monitor.watched)
 
     def engines(self) -> list[dict[str, Any]]:
         """Every engine that is followed."""
@@ -93,4 +100,5 @@ class Census:
             ),
             "cached_blocks": {tier.name.lower(): self._caches.size(endpoint, tier) for tier in Tier},
             "predicted_blocks": self._caches.predicted_size(endpoint),
+            "computed_again_tokens": self._pairing.computing_again.get(endpoint, 0),
         }

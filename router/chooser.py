@@ -16,7 +16,7 @@ from engines.vllm import tells_again
 from router.caches import Caches
 from router.calibration import Calibration
 from router.disagg import Facts, Split, Why
-from router.divisible import SPLIT_PATHS, undivided
+from router.divisible import SPLIT_PATHS
 from router.fleet import Fleet, Member
 from router.intake import Asked
 from router.load import LoadBook, Reservation
@@ -167,6 +167,7 @@ class Chooser:
                 overlap=overlaps.get(view.endpoint, NOTHING),
                 load=view.load,
                 signal=view.signal,
+                total_blocks=view.member.info.total_blocks,
             )
             for view in seen
         ]
@@ -180,7 +181,8 @@ class Chooser:
     def _decide_by_load(self, asked: Asked, able: list[_Able], rejected: list[tuple[Endpoint, Rejection]], now: float) -> Choice:
         """The same for a policy that does not look at caches: nobody is asked about them."""
         candidates = [
-            Candidate(endpoint, member.info.block_size or ASSUMED_BLOCK_SIZE, 0, 0, NOTHING, load) for member, endpoint, load in able
+            Candidate(endpoint, member.info.block_size or ASSUMED_BLOCK_SIZE, 0, 0, NOTHING, load, total_blocks=member.info.total_blocks)
+            for member, endpoint, load in able
         ]
         decision = self._scheduler.decide(asked.request, candidates, rejected, now)
         return Choice(asked, decision, able[decision.position][0], [])
@@ -199,7 +201,7 @@ class Chooser:
             cached_at_prefill=asked.request.prompt_tokens - prefill.prompt_left,
             queued_at_decode=at_decode.active_prefill_tokens,
             queued_at_prefill=at_prefill.active_prefill_tokens,
-            decoding=at_decode.active_requests,
+            decoding=max(0, at_decode.active_requests - self.pairing.awaiting(decode)),
             carried=self.pairing.carried(asked.request.model, choice.prompt_left),
         )
         split = self.pairing.split(facts, (prefill.endpoint, decode), now, must=choice.member.only_paired)
@@ -220,9 +222,12 @@ class Chooser:
 
     def reserve(self, choice: Choice) -> Reservation:
         """Count the request on its endpoint, and on the one that computes its prompt, until the reservation is released."""
-        reservation = self._load.reserve(choice.endpoint, choice.keys, choice.uncached_tokens)
-        if choice.prefill is not None:
-            reservation.prefill = self._load.reserve(choice.prefill.endpoint, choice.prefill.keys, choice.prefill.uncached_tokens)
+        now, prefill = self._clock(), choice.prefill
+        reservation = self._load.reserve(choice.endpoint, choice.keys, choice.uncached_tokens, now, streamed=choice.asked.streamed)
+        if choice.split is not None:
+            self.pairing.chosen(choice.split, choice.endpoint, now)
+        if prefill is not None:
+            reservation.prefill = self._load.reserve(prefill.endpoint, prefill.keys, prefill.uncached_tokens, now)
         return reservation
 
     def rejections(self, asked: Asked, tried: set[str]) -> list[tuple[Endpoint, Rejection]] | None:
@@ -258,22 +263,30 @@ class Chooser:
     def first_token(self, choice: Choice, reservation: Reservation, sent_at: float, *, streamed: bool = True) -> None:
         """The prompt has been computed: it is in the endpoint's cache now, and events should say so.
 
-        Not `streamed`, the answer came whole: that says nothing of how long the prompt took.
+        Not `streamed`, the answer came whole: what that tells of how long the prompt took, `ended` makes of it.
         """
         now = self._clock()
-        reservation.first_token()
-        split = choice.split
-        if streamed and split is not None and not split.remote and split.facts is not None and self.stays(choice):
-            self.pairing.computed(choice.endpoint, split.facts.queued_at_decode + split.facts.new_at_decode, now - sent_at, now)
+        reservation.first_token(now)
+        if streamed:
+            self._computed(choice, now - sent_at, now)
         if choice.keys and not choice.member.only_paired:  # which caches no prefixes
             self._caches.sent(choice.endpoint, choice.keys, now)
             self._signals.served(choice.endpoint, now, choice.new_blocks, sent_at=sent_at)
 
-    def ended(self, choice: Choice, usage: Usage, sent_at: float) -> None:
+    def answered(self, reservation: Reservation, tokens: int | None) -> None:
+        """The whole answer has come, of so many `tokens` where the engine has told: how long answers take there is learned from it."""
+        reservation.ended(self._clock(), tokens)
+
+    def ended(self, choice: Choice, usage: Usage, sent_at: float, *, streamed: bool = True) -> None:
         """The engine has told how much of the prompt it found cached: that is the truth which guesses are held against.
 
         A decode engine tells what the one had cached that computed its prompt.
         """
+        if not streamed:
+            now = self._clock()
+            first_s = self.pairing.until_first(choice.endpoint, now - sent_at, usage.completion_tokens)
+            if first_s is not None:
+                self._computed(choice, first_s, now, rough=True)
         choice = choice.prefill or choice
         chosen, prompt_tokens = choice.decision.chosen, choice.asked.request.prompt_tokens
         if usage.cached_tokens is None or not choice.keys or usage.prompt_tokens != prompt_tokens:
@@ -289,6 +302,13 @@ class Chooser:
         known = max(choice.indexed, overlap.in_flight) if by_events else choice.indexed
         self._signals.hit(choice.endpoint, blocks, known=known, new=len(choice.keys) - blocks, sent_at=sent_at)
 
+    def _computed(self, choice: Choice, seconds: float, now: float, *, rough: bool = False) -> None:
+        """A prompt took so long on a decode engine that computed it itself, though another one could have."""
+        split = choice.split
+        if split is not None and not split.remote and split.facts is not None and self.stays(choice):
+            tokens = split.facts.queued_at_decode + split.facts.new_at_decode
+            self.pairing.computed(choice.endpoint, tokens, seconds, now, rough=rough)
+
     def _members(self, asked: Asked) -> list[Member]:
         """Engines for the request as they are now: some may have left since it was read, others joined."""
         able = self._fleet.able(asked.request.model, asked.route.engines)
@@ -301,7 +321,10 @@ class Chooser:
         members = self._members(asked)
         if not self._fleet.splits:
             return self._with_room(members, tried, now)
-        able, rejected = self._with_room([member for member in members if member.info.role is not Role.PREFILL], tried, now)
+        answering = [member for member in members if member.info.role is not Role.PREFILL]
+        if not answering:
+            return [], [(endpoint, Rejection.PREFILLS) for member in members for endpoint in member.endpoints]
+        able, rejected = self._with_room(answering, tried, now)
         kept = []
         for one in able:
             if self._needs_partner(one[0], asked) and not self._partners(one[0], one[1], asked, tried, now):
@@ -383,4 +406,4 @@ def _undivided(asked: Asked, member: Member) -> Why | None:
         return Why.ROUTE
     if not asked.tokens and not member.only_paired:  # media, for one: nobody knows how long it is
         return Why.UNTOKENIZED
-    return undivided(asked.route, asked.fields())
+    return asked.split_barrier()

@@ -10,15 +10,20 @@ such requests have taken before. Pure: numbers in, a `Split` out.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
 
+from engines.types import Endpoint
+
 RELEARN_S: Final = 30.0
-"""A way that looks slower is taken once more when it has not been for so long: links recover."""
-_FORGETTING: Final = 0.95
-"""Weight that every older observation keeps with each newer one: some twenty count."""
+"""A way that looks slower is taken once more, by one request, when it has not been for so long: links recover."""
+RELEARN_SHARE: Final = 0.05
+"""And only so often that what it costs is no more than this part of the waiting that there is anyway."""
+_NEWS: Final = 0.2
+"""Weight of each new observation in a mean: some ten count, and of a link that has broken down the first tells enough."""
 
 
 class Mode(enum.StrEnum):
@@ -37,7 +42,7 @@ class Why(enum.StrEnum):
     LONG = "long"
     FASTER = "remote_is_faster"
     UNMEASURED = "not_measured_yet"
-    """Remote, to have something to compare with."""
+    """Remote, to have something to compare with: one request at a time."""
 
     NEVER = "never"
     ROUTE = "route"
@@ -50,6 +55,8 @@ class Why(enum.StrEnum):
     NO_PARTNER = "no_prefill_engine"
     """None of its group is usable now, or sees the prompt as the same tokens."""
     SHORT = "short"
+    BEING_MEASURED = "being_measured"
+    """Another request has set out to see how long the remote way takes."""
     SLOWER = "local_is_faster"
 
     @property
@@ -86,12 +93,17 @@ class Facts(msgspec.Struct, frozen=True):
     decoding: int = 0
     """Streams that are being generated on the decode engine."""
     carried: int = 0
-    """Bytes of KV cache to hand over."""
+    """Bytes of KV cache to hand over; 0 where the size of a token is not known."""
 
     @property
     def new_at_decode(self) -> int:
         """What is to be computed or handed over."""
         return max(0, self.prompt_tokens - self.cached_at_decode)
+
+    @property
+    def handed(self) -> int:
+        """How much is handed over: bytes, or tokens where their size is not known."""
+        return self.carried or self.new_at_decode
 
     @property
     def new_at_prefill(self) -> int:
@@ -106,6 +118,11 @@ class Split(msgspec.Struct, frozen=True):
     facts: Facts | None = None
     remote_s: float | None = None
     local_s: float | None = None
+    """With what it delays others."""
+    wait_s: float = 0.0
+    """The local way's time to the first token alone."""
+    partner: Endpoint | None = None
+    """Who computes the prompt in the remote way, taken or not."""
 
     @property
     def remote(self) -> bool:
@@ -114,7 +131,13 @@ class Split(msgspec.Struct, frozen=True):
 
 
 class Pace:
-    """Learns how long an amount takes: seconds ≈ `fixed_s` + amount × `s_per_unit`, by least squares that forgets.
+    """Learns how long an amount takes, from what amounts like it took: means by size, each size twice the one before, a line from one to the next.
+
+    So what is rare is not forgotten over what is frequent: among a thousand short prompts, the last long one still tells of the next. Beyond
+    the least and the greatest size, the line goes on; where there is only one, all counts per unit.
+
+    What was last seen long ago counts no more once there is something newer. Some observations are only rough: they count while there are no
+    others.
 
     >>> pace = Pace()
     >>> for tokens in (1000, 2000, 3000):
@@ -123,48 +146,59 @@ class Pace:
     5.1
     """
 
-    __slots__ = ("_count", "_x", "_xx", "_xy", "_y", "latest_at")
+    __slots__ = ("_means", "_seen_at", "_sizes", "latest_at", "mean", "rough")
 
     def __init__(self) -> None:
-        self._count = self._x = self._y = self._xx = self._xy = 0.0
-        self.latest_at = float("-inf")
+        self.latest_at = -math.inf
+        self.mean = (0.0, 0.0)
+        """Amount and seconds, of late, whatever the size."""
+        self.rough = False
+        """Whether it goes by rough observations."""
+        self._sizes: dict[int, tuple[float, float]] = {}
+        """Binary logarithm → mean amount and seconds."""
+        self._seen_at: dict[int, float] = {}
+        self._means: list[tuple[float, float]] = []
+        """The same in order."""
 
     @property
     def known(self) -> bool:
         """Whether anything has been learned."""
-        return self._count > 0
+        return bool(self._means)
 
-    @property
-    def mean(self) -> tuple[float, float]:
-        """Amount and seconds, of late. Only of a pace that is known."""
-        return self._x / self._count, self._y / self._count
+    def knows(self, amount: float) -> bool:
+        """Whether an amount so great has been seen, or half of it."""
+        return bool(self._means) and amount <= 2 * self._means[-1][0]
 
-    def took(self, amount: float, seconds: float, now: float) -> None:
-        """So much has taken so long."""
-        self.latest_at = now
-        keep = _FORGETTING
-        self._count = keep * self._count + 1
-        self._x = keep * self._x + amount
-        self._y = keep * self._y + seconds
-        self._xx = keep * self._xx + amount * amount
-        self._xy = keep * self._xy + amount * seconds
-
-    def line(self) -> tuple[float, float]:
-        """`(fixed_s, s_per_unit)`; neither is negative. Amounts that were all alike tell no fixed part: then all counts per unit."""
-        if not self._count:
-            return 0.0, 0.0
-        mean_x, mean_y = self._x / self._count, self._y / self._count
-        spread = self._xx / self._count - mean_x * mean_x
-        if spread <= 1e-3 * mean_x * mean_x:
-            return (0.0, mean_y / mean_x) if mean_x else (mean_y, 0.0)
-        slope = (self._xy / self._count - mean_x * mean_y) / spread
-        slope = min(max(slope, 0.0), mean_y / mean_x)
-        return mean_y - slope * mean_x, slope
+    def took(self, amount: float, seconds: float, now: float, *, rough: bool = False) -> None:
+        """So much has taken so long; `rough`: about so long."""
+        if rough and not self.rough and now - self.latest_at < RELEARN_S:
+            return
+        if rough is not self.rough:
+            self._sizes.clear()
+        size, seen = size_of(amount), (amount, seconds)
+        anew = now - self._seen_at.get(size, -math.inf) > RELEARN_S
+        self.mean = _towards(self.mean if self._sizes else None, seen)
+        self._sizes[size] = _towards(None if anew else self._sizes.get(size), seen)
+        self.latest_at = self._seen_at[size] = now
+        self.rough = rough
+        self._means = [self._sizes[size] for size in sorted(self._sizes)]
 
     def seconds(self, amount: float) -> float:
-        """How long so much is expected to take."""
-        fixed, per_unit = self.line()
-        return fixed + per_unit * amount
+        """How long that much is expected to take; never less than nothing. 0 when nothing is known. O(sizes seen)."""
+        means = self._means
+        if len(means) < 2:
+            return means[0][1] * amount / max(means[0][0], 1.0) if means else 0.0
+        above = next((place for place, (x, _) in enumerate(means) if x >= amount), len(means) - 1)
+        (x, y), (further, later) = means[max(above - 1, 0)], means[max(above, 1)]
+        return max(0.0, y + (amount - x) * max(0.0, later - y) / (further - x))
+
+    def rise(self, amount: float) -> float:
+        """Of that, what grows with the amount."""
+        return max(0.0, self.seconds(amount) - self.seconds(0.0))
+
+    def seen_at(self, amount: float) -> float:
+        """When an amount of that size was seen last."""
+        return self._seen_at.get(size_of(amount), -math.inf)
 
 
 class Paces:
@@ -174,10 +208,10 @@ class Paces:
         self._each: dict[object, Pace] = {}
         self._all = Pace()
 
-    def took(self, key: object, amount: float, seconds: float, now: float) -> None:
-        """So much has taken so long there."""
-        self._each.setdefault(key, Pace()).took(amount, seconds, now)
-        self._all.took(amount, seconds, now)
+    def took(self, key: object, amount: float, seconds: float, now: float, *, rough: bool = False) -> None:
+        """So much has taken so long there; `rough`: about so long."""
+        self._each.setdefault(key, Pace()).took(amount, seconds, now, rough=rough)
+        self._all.took(amount, seconds, now, rough=rough)
 
     def of(self, key: object) -> Pace:
         """What is known there, or else on the whole."""
@@ -205,6 +239,25 @@ def decide(mode: Mode, rule: StaticRule, facts: Facts, paces: Measured, now: flo
             return paces.split(facts, now)
 
 
+class Tried(msgspec.Struct, frozen=True):
+    """When somebody set out last to see what the remote way takes for prompts of one size, and may still be under way."""
+
+    at: float = -math.inf
+    waited_s: float = 0.0
+    """How long others have waited since, in the faster way."""
+
+
+def size_of(amount: float) -> int:
+    """The class of amounts that it is one of; each is of amounts twice as great as those of the one before."""
+    return int(amount).bit_length()
+
+
+def _towards(mean: tuple[float, float] | None, seen: tuple[float, float]) -> tuple[float, float]:
+    if mean is None:
+        return seen
+    return mean[0] + _NEWS * (seen[0] - mean[0]), mean[1] + _NEWS * (seen[1] - mean[1])
+
+
 class Measured(msgspec.Struct, frozen=True):
     """The paces that count for one pair of engines."""
 
@@ -214,17 +267,25 @@ class Measured(msgspec.Struct, frozen=True):
     """Seconds by bytes handed over."""
     local: Pace
     """Seconds by tokens, at the decode engine."""
+    tried: Tried = Tried()
+    """The last look at a remote way that is not known, or slower."""
+    overdue_s: float = 0.0
+    """How long a handover like this one has been under way that is not through yet."""
 
     def split(self, facts: Facts, now: float) -> Split:
-        """The faster way; the remote one where it has not been tried, or not for long."""
+        """The faster way; the remote one where it has not been tried, or where it is time to try it again."""
+        there, here = facts.queued_at_prefill + facts.new_at_prefill, facts.queued_at_decode + facts.new_at_decode
+        seen_at = self.link.seen_at(facts.handed)
+        under_way = now - self.tried.at < RELEARN_S and self.tried.at > seen_at
         if not (self.prefill.known and self.link.known):
-            return Split(Why.UNMEASURED, facts)
-        local = self.local if self.local.known else self.prefill
-        remote_s = self.prefill.seconds(facts.queued_at_prefill + facts.new_at_prefill)
-        remote_s += self.link.seconds(facts.carried)
-        local_s = local.seconds(facts.queued_at_decode + facts.new_at_decode)
-        local_s += facts.decoding * local.line()[1] * facts.new_at_decode
+            return Split(Why.BEING_MEASURED if under_way else Why.UNMEASURED, facts)
+        local = self.local if self.local.knows(here) else self.prefill
+        remote_s = max(self.prefill.seconds(there) + self.link.seconds(facts.handed), self.overdue_s)
+        wait_s = local.seconds(here)
+        local_s = wait_s + facts.decoding * local.rise(facts.new_at_decode)
         if remote_s < local_s:
-            return Split(Why.FASTER, facts, remote_s, local_s)
-        stale = now - self.link.latest_at > RELEARN_S
-        return Split(Why.UNMEASURED if stale else Why.SLOWER, facts, remote_s, local_s)
+            return Split(Why.FASTER, facts, remote_s, local_s, wait_s)
+        due = now - max(seen_at, self.tried.at) > RELEARN_S and self.tried.waited_s * RELEARN_SHARE >= remote_s - wait_s
+        if due or not (self.link.knows(facts.handed) or under_way):
+            return Split(Why.UNMEASURED, facts, remote_s, local_s, wait_s)
+        return Split(Why.SLOWER, facts, remote_s, local_s, wait_s)

@@ -8,6 +8,7 @@ size, adapters, the ids they go by.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final, cast
 
@@ -24,7 +25,18 @@ MAX_LOST: Final = 1000
 class Member:
     """One engine and what the router holds against it."""
 
-    __slots__ = ("_full_at", "asleep", "cooling_until", "draining", "endpoints", "info", "serving", "suspected", "tokenizer_line")
+    __slots__ = (
+        "_full_at",
+        "asleep",
+        "cooling_until",
+        "draining",
+        "endpoints",
+        "failures",
+        "info",
+        "serving",
+        "suspected",
+        "tokenizer_line",
+    )
 
     def __init__(self, info: EngineInfo) -> None:
         self.info = info
@@ -36,6 +48,8 @@ class Member:
         """A connection to it failed, and it has not been seen alive since."""
         self.cooling_until = 0.0
         """It answered 429 or 503: left alone until then, monotonic seconds."""
+        self.failures: Counter[str] = Counter()
+        """Attempts that failed here, by what did."""
         self._full_at = 0
         """What an endpoint of it had in flight when it said so."""
         self.tokenizer_line = ""

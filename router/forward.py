@@ -106,25 +106,22 @@ class Line:
         }
         """By rank, for `GENERATE`."""
 
-    def request(self, exchange: Exchange, body: bytes, rank: int | None, *, path: bytes | None = None) -> list[bytes]:
-        """A whole request, as the pieces to write; to the client's own path unless it is another one.
-
-        `rank` None: something in the body says for which it is.
-        """
+    def request(self, exchange: Exchange, body: bytes, rank: int, *, path: bytes | None = None) -> list[bytes]:
+        """A whole request, as the pieces to write; to the client's own path unless it is another one."""
         if path is not None:
             return self._request(exchange, b"POST " + path, body, rank)
         query = b"?" + exchange.query if exchange.query else b""
         if exchange.upgrade:
             own = ASK_FOR_WEBSOCKET + self._own(exchange, rank)
             return [self._head.build(b"GET %b%b" % (exchange.path, query), exchange.headers, own)]
-        if exchange.path == GENERATE and rank is not None and (field := self._rank_fields.get(rank)):
+        if exchange.path == GENERATE and (field := self._rank_fields.get(rank)):
             body = with_field(body, field)
         return self._request(exchange, b"POST %b%b" % (exchange.path, query), body, rank)
 
-    def _own(self, exchange: Exchange, rank: int | None) -> bytes:
-        own = b"" if rank is None else self._rank_headers[rank]
+    def _own(self, exchange: Exchange, rank: int) -> bytes:
+        own = self._rank_headers[rank]
         return own if exchange.trace is None else own + exchange.trace.lines
 
-    def _request(self, exchange: Exchange, target: bytes, body: bytes, rank: int | None) -> list[bytes]:
+    def _request(self, exchange: Exchange, target: bytes, body: bytes, rank: int) -> list[bytes]:
         head = self._head.build(target, exchange.headers, b"%bcontent-length: %d\r\n" % (self._own(exchange, rank), len(body)))
         return [head + body] if len(body) < ONE_WRITE_BYTES else [head, body]

@@ -1,11 +1,6 @@
-"""May this request go now? At once while an engine has room and nobody waits; else in its turn; else 429 with an honest `Retry-After`.
+"""How does a request wait for its turn? At an `Entrance`, which decides all of it, on a future of the loop.
 
-    enter ──room, nobody waits──────────────────────────▶ Place: an endpoint chosen, the request counted there
-      └────▶ AdmissionQueue ──a request ends, or a tick──▶ Place
-                   └────full, or waited long enough─────▶ Shed
-
-Whoever makes room also chooses and counts for the one whose turn it is, in the same breath. So a request that is woken has its place
-already, nobody can slip in before it runs, and one whose client leaves meanwhile gives the place back.
+One that is woken has its place already; one whose client leaves meanwhile gives the place back.
 
 Nothing has to tell the gate that an engine joined, recovered or has cooled down: while anybody waits it looks again at every tick.
 """
@@ -13,131 +8,21 @@ Nothing has to tell the gate that an engine joined, recovered or has cooled down
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from router.admission import AdmissionQueue, Pace, QueueLimits, Reason, Shed, Ticket, retry_after
-from router.scheduling.scheduler import NoCandidate, PolicyError
-from router.scheduling.types import Rejection
+from router.admission import Shed
+from router.entrance import TICK_S, Entrance, HeaderNames, Place, Visit
 
 if TYPE_CHECKING:
-    from engines.types import Endpoint
-    from router.chooser import Choice
-    from router.exchange import Headers
+    from collections.abc import Callable
+
+    from router.admission import QueueLimits
+    from router.entrance import Chooses
     from router.intake import Asked
-    from router.load import Reservation
-
-TICK_S: Final = 0.02
-AT_ONCE: Final = 32
-"""Requests let in before the loop may do something else: choosing takes up to 0.2 ms each."""
-LOOK_AHEAD: Final = 100
-"""How far behind one that cannot go yet others are looked for that can."""
-PASSING: Final = frozenset({Rejection.SATURATED, Rejection.COOLING, Rejection.EJECTED})
-TOKENS_A_TURN: Final = 1024
-"""A request is one share of its tenant's turns, and one more for every so many prompt tokens."""
 
 
-class Chooses(Protocol):
-    """What the gate needs of the chooser."""
-
-    def decide(self, asked: Asked, tried: set[str]) -> Choice:
-        """Choose an endpoint; raises NoCandidate, PolicyError."""
-        ...
-
-    def reserve(self, choice: Choice) -> Reservation:
-        """Count the request there."""
-        ...
-
-    def rejections(self, asked: Asked, tried: set[str]) -> list[tuple[Endpoint, Rejection]] | None:
-        """Why no endpoint can take the request now, or None when one can."""
-        ...
-
-    def cooled_in(self, asked: Asked, tried: set[str]) -> float | None:
-        """Seconds until the first engine that is being left alone may be asked again; None when there is none."""
-        ...
-
-    def serves(self, model: str) -> bool:
-        """Whether there is an engine that serves the model."""
-        ...
-
-
-class HeaderNames(msgspec.Struct, frozen=True):
-    """Where a client says how it wants to wait. Lower case."""
-
-    tenant: bytes | None
-    priority: bytes
-    deadline: bytes
-
-
-class Visit:
-    """One request's dealings with the gate, over all its tries."""
-
-    __slots__ = ("arrived", "client", "headers", "let_in")
-
-    def __init__(self, headers: Headers, client: str, arrived: float) -> None:
-        """`client` is the name of the client's API key; empty where none is asked for."""
-        self.headers = headers
-        self.client = client
-        self.arrived = arrived
-        self.let_in = False
-        """It has had its turn once; a further try goes ahead of those who have not."""
-
-
-class Place:
-    """An endpoint chosen and counted. Use it as a context: the place is given back at its end."""
-
-    __slots__ = ("_began", "_door", "_gate", "choice", "reservation")
-
-    def __init__(self, gate: Gate, door: _Door, choice: Choice, reservation: Reservation, began: float) -> None:
-        self.choice = choice
-        self.reservation = reservation
-        self._gate = gate
-        self._door = door
-        self._began = began
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.reservation.release()
-        self._gate.left(self._door, self._began)
-
-
-class _Wish(msgspec.Struct, frozen=True):
-    """How a client wants to wait."""
-
-    tenant: str
-    priority: int
-    deadline: float
-    own_deadline: bool
-    """The client's own, earlier than ours."""
-
-
-class _Waiting(msgspec.Struct, frozen=True, eq=False):
-    """A request in the queue."""
-
-    asked: Asked
-    tried: set[str]
-    wish: _Wish
-    place: asyncio.Future[Place]
-
-
-class _Door:
-    """What is kept for each model."""
-
-    __slots__ = ("model", "pace", "queue")
-
-    def __init__(self, model: str, limits: QueueLimits) -> None:
-        self.model = model
-        self.queue: AdmissionQueue[_Waiting] = AdmissionQueue(limits)
-        self.pace = Pace()
-
-
-class Gate:
-    """Lets requests in. `run` must be running for those who wait to be looked after."""
+class Gate(Entrance):
+    """The entrance, and those who wait before it. `run` must be running for them to be looked after."""
 
     def __init__(
         self,
@@ -148,20 +33,8 @@ class Gate:
         waited: Callable[[float], None],
         clock: Callable[[], float],
     ) -> None:
-        """`waited` is told how long each request that had to wait has waited, once it is let in."""
-        self.admitted_at_once = 0
-        self.admitted_after_waiting = 0
-        self.gave_up = 0
-        """Clients that left while they waited."""
-        self.shed: dict[Reason, int] = dict.fromkeys(Reason, 0)
-        self._chooser = chooser
-        self._limits = limits
-        self._names = names
-        self._waited = waited
-        self._clock = clock
-        self._doors: dict[str, _Door] = {}
-        self._queues: dict[str, _Door] = {}
-        """Doors before which somebody waits; whose turn it is among models comes first."""
+        """See `Entrance`."""
+        super().__init__(chooser, limits, names, waited=waited, clock=clock)
         self._somebody = asyncio.Event()
 
     async def enter(self, asked: Asked, tried: set[str], visit: Visit) -> Place:
@@ -169,199 +42,37 @@ class Gate:
 
         Raises Shed when there is none in time, NoCandidate when waiting would be no use, PolicyError when the policy fails.
         """
-        model = asked.request.model
-        door = self._doors.get(model)
-        if door is None:
-            door = self._doors[model] = _Door(model, self._limits)
-        if visit.let_in or not door.queue:
-            try:
-                place = self._place(door, asked, tried)
-            except NoCandidate as nowhere:
-                if not _may_come(nowhere.rejected):
-                    raise
-            else:
-                self.admitted_at_once += not visit.let_in
-                visit.let_in = True
-                return place
+        place = self.at_once(asked, tried, visit)
+        if place is not None:
+            return place
         try:
-            place = await self._wait(door, asked, tried, visit)
+            return await self._wait(asked, tried, visit)
         except Shed as shed:
             self.shed[shed.reason] += 1
             raise
-        self.admitted_after_waiting += not visit.let_in
-        visit.let_in = True
-        return place
 
     async def run(self) -> None:
         """Look after those who wait, until cancelled."""
         while True:
             await self._somebody.wait()
             self._somebody.clear()
-            while self._queues:
+            while self.somebody_waits:
                 await asyncio.sleep(TICK_S)
                 self.pump()
 
-    def pump(self) -> None:
-        """Turn away whose time is up, and let in as many as there is room for, models taking turns."""
-        now = self._clock()
-        for door in list(self._queues.values()):
-            self._expire(door, now)
-        left = AT_ONCE
-        progress = True
-        while progress and left > 0:
-            progress = False
-            for door in list(self._queues.values()):
-                if self._let_next_in(door):
-                    left -= 1
-                    progress = True
-                    if door.queue:
-                        self._queues[door.model] = self._queues.pop(door.model)
-
-    def left(self, door: _Door, began: float) -> None:
-        """A request has given its place back."""
-        door.pace.ended(self._clock() - began)
-        if self._queues:
-            self.pump()
-
-    def waiting(self) -> Iterable[tuple[str, int]]:
-        """How many requests wait, by model."""
-        return [(model, len(door.queue)) for model, door in self._doors.items()]
-
-    def sweep(self) -> None:
-        """Forget models that nobody serves any more, and nobody waits for."""
-        for model in [
-            name for name, door in self._doors.items() if not (door.queue or door.pace.in_progress or self._chooser.serves(name))
-        ]:
-            del self._doors[model]
-
-    # inside
-
-    def _place(self, door: _Door, asked: Asked, tried: set[str]) -> Place:
-        choice = self._chooser.decide(asked, tried)
-        reservation = self._chooser.reserve(choice)
-        door.pace.began()
-        return Place(self, door, choice, reservation, self._clock())
-
-    async def _wait(self, door: _Door, asked: Asked, tried: set[str], visit: Visit) -> Place:
-        wish = self._wish(asked, visit)
-        began = self._clock()
-        self._check_use(door, asked, tried, wish)
-        waiting = _Waiting(asked, tried, wish, asyncio.get_running_loop().create_future())
-        ticket = self._queue(door, waiting, work=0.0 if visit.let_in else 1 + asked.request.prompt_tokens / TOKENS_A_TURN)
+    async def _wait(self, asked: Asked, tried: set[str], visit: Visit) -> Place:
+        future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        queued = self.queue(asked, tried, visit, future)
+        self._somebody.set()
         try:
-            self.pump()
-            place = await waiting.place
+            place = await future
         except asyncio.CancelledError:
             self.gave_up += 1
-            if waiting.place.done() and not waiting.place.cancelled() and waiting.place.exception() is None:
-                with waiting.place.result():
+            if future.done() and not future.cancelled() and future.exception() is None:
+                with future.result():
                     pass  # it was let in as its client left: the place is free again
             raise
         finally:
-            door.queue.leave(ticket)
-            self._forget_if_empty(door)
-        self._waited(self._clock() - began)
+            self.leave(queued)
+        self.let_in(queued, visit)
         return place
-
-    def _check_use(self, door: _Door, asked: Asked, tried: set[str], wish: _Wish) -> None:
-        """Raise NoCandidate or Shed where waiting would be no use."""
-        now = self._clock()
-        rejected = self._chooser.rejections(asked, tried)
-        if rejected is not None:
-            if not _may_come(rejected):
-                raise NoCandidate(door.model, rejected)
-            cooled_in = self._chooser.cooled_in(asked, tried)
-            full = any(rejection is Rejection.SATURATED for _, rejection in rejected)
-            if not full and cooled_in is not None and now + cooled_in > wish.deadline:
-                raise Shed(Reason.COOLING, f"every engine of `{door.model}` has asked to be left alone", retry_after(cooled_in))
-        if now >= wish.deadline:
-            raise self._late(door, wish)
-
-    def _queue(self, door: _Door, waiting: _Waiting, *, work: float) -> Ticket[_Waiting]:
-        """Into the queue. Raises Shed when it is full, and nobody has to yield."""
-        wish = waiting.wish
-        if door.queue.full:
-            yields = door.queue.displace(wish.tenant, wish.priority)
-            if yields is None:
-                raise self._shed(door, Reason.QUEUE_FULL, "too many requests are waiting already")
-            if not yields.request.place.done():
-                yields.request.place.set_exception(self._shed(door, Reason.DISPLACED, "too many requests are waiting already"))
-        ticket = door.queue.enter(waiting, tenant=wish.tenant, now=self._clock(), priority=wish.priority, deadline=wish.deadline, work=work)
-        self._queues[door.model] = door
-        self._somebody.set()
-        return ticket
-
-    def _let_next_in(self, door: _Door) -> bool:
-        """Whether somebody could be let in."""
-        hopeless: set[tuple[object, frozenset[str]]] = set()
-        for position, ticket in enumerate(door.queue.in_order()):
-            waiting = ticket.request
-            if waiting.place.done():  # its client has just left
-                door.queue.leave(ticket)
-                return bool(door.queue)
-            kind = (waiting.asked.route.engines, frozenset(waiting.tried))
-            if kind not in hopeless and self._chooser.rejections(waiting.asked, waiting.tried) is None:
-                door.queue.let_in(ticket)
-                self._forget_if_empty(door)
-                self._give_place(door, waiting)
-                return True
-            hopeless.add(kind)
-            if position >= LOOK_AHEAD:
-                break
-        return False
-
-    def _give_place(self, door: _Door, waiting: _Waiting) -> None:
-        try:
-            waiting.place.set_result(self._place(door, waiting.asked, waiting.tried))
-        except (NoCandidate, PolicyError) as error:
-            waiting.place.set_exception(error)
-
-    def _expire(self, door: _Door, now: float) -> None:
-        for ticket in door.queue.expired(now):
-            waiting = ticket.request
-            if not waiting.place.done():
-                served = self._chooser.serves(door.model)
-                waiting.place.set_exception(self._late(door, waiting.wish) if served else self._without_engine(door))
-        self._forget_if_empty(door)
-
-    def _forget_if_empty(self, door: _Door) -> None:
-        if not door.queue:
-            self._queues.pop(door.model, None)
-
-    def _late(self, door: _Door, wish: _Wish) -> Shed:
-        if wish.own_deadline:
-            return self._shed(door, Reason.DEADLINE, "no engine had room within the time the client gave")
-        return self._shed(door, Reason.WAITED, f"no engine had room within {self._limits.max_wait_s:g} s")
-
-    def _without_engine(self, door: _Door) -> Shed:
-        return self._shed(door, Reason.NO_ENGINE, f"no engine serves `{door.model}` at the moment")
-
-    def _shed(self, door: _Door, reason: Reason, why: str) -> Shed:
-        wait_s = door.pace.drain_s(len(door.queue) + 1)
-        return Shed(reason, why, retry_after(self._limits.max_wait_s if wait_s is None else wait_s))
-
-    def _wish(self, asked: Asked, visit: Visit) -> _Wish:
-        """What a header says that cannot be understood counts as not said."""
-        named = dict(reversed(visit.headers))  # the first of a name wins
-        names = self._names
-        tenant = named.get(names.tenant, b"") if names.tenant is not None else b""
-        tenant = tenant or visit.client.encode() or named.get(b"authorization") or named.get(b"x-api-key") or b""
-        urgency, patience = _number(named.get(names.priority)), _number(named.get(names.deadline))
-        priority = asked.priority if urgency is None else int(urgency)
-        own_deadline = patience is not None and 0 <= patience < self._limits.max_wait_s
-        wait_s = patience if patience is not None and own_deadline else self._limits.max_wait_s
-        return _Wish(tenant.decode("latin-1"), priority, visit.arrived + wait_s, own_deadline)
-
-
-def _may_come(rejected: Iterable[tuple[Endpoint, Rejection]]) -> bool:
-    """Whether one of these reasons passes by itself."""
-    return any(rejection in PASSING for _, rejection in rejected)
-
-
-def _number(value: bytes | None) -> float | None:
-    """A header's value as a number of sensible size."""
-    try:
-        number = float(value) if value is not None else None
-    except ValueError:
-        return None
-    return number if number is not None and abs(number) < 1e9 else None

@@ -1,7 +1,7 @@
 """What stands between the network and us? Keys, the admin token and the certificate, as the settings name them, kept up to date.
 
 api_key, api_keys_file ──▶ door          who may ask models anything
-admin_token(_file)     ──▶ admin_door    who may change the fleet; no token, no admin API
+admin_token(_file)     ──▶ admin_door    who may see and change the fleet; no token, no admin API
 tls_cert, tls_key      ──▶ certificate   both listeners'
 """
 
@@ -17,6 +17,7 @@ from discovery.config import ConfigError
 from router.files import Files, read_text
 from router.keys import ADMIN_WANTED, CLIENTS_WANTED, OPEN_PATHS, ApiKey, BadKeys, Door, KeyRing, read_keys, read_token
 from router.tls import Certificate, server_context
+from router.ui.page import PAGE_PATHS
 
 if TYPE_CHECKING:
     from router.settings import ServeSettings
@@ -53,7 +54,7 @@ async def read_guards(settings: ServeSettings) -> Guards:
             await files.follow((cert,) if key is None else (cert, key), lambda: server_context(cert, key), certificate.replace)
     return Guards(
         door=Door(clients, CLIENTS_WANTED, OPEN_PATHS) if settings.asks_for_keys else None,
-        admin_door=Door(admins, ADMIN_WANTED) if settings.has_admin else None,
+        admin_door=Door(admins, ADMIN_WANTED, PAGE_PATHS) if settings.has_admin else None,
         certificate=certificate,
         files=files,
     )

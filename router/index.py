@@ -1,21 +1,24 @@
-"""Who holds how much of this prompt's prefix? A radix tree, flattened into one hash table.
+"""Who holds how much of this prompt's prefix? A radix tree, flattened into one hash table of where runs begin.
 
-A key is the hash of a whole prefix, so parent edges are implied and the tree is a table: key → bitmask of the slots that hold that
-block. Neighbouring blocks of a chain nearly always have the same holders, so a stretch that was stored together is kept as one
-*run*: its keys all point to one object with one mask, and a match crosses it with one lookup and one comparison of bytes:
+A key is the hash of a whole prefix, so it has one parent, and edges are implied. Blocks that follow each other nearly always have the same
+holders, because they were stored together: such a stretch is one *run*, with one mask of the slots that hold it, and only its first key is
+in the table. A match crosses it with one look-up and one comparison of bytes:
 
-    stored by slot 0: a b c d e f        table   a ─┐
-    stored by slot 1: a b c d                    b  ├─▶ Run(mask=0b11, keys=[a b c d])
-                                                 c  │
-    match([a b c x]) = {0: 3, 1: 3}              d ─┘
-                                                 e ───▶ 0b01      stretches shorter than `_RUN_MIN` are plain masks
-                                                 f ───▶ 0b01
+    stored by slot 0: a b c d e f        starts   a ──▶ Run(mask=0b11, keys=[a b c d])
+    stored by slot 1: a b c d                     e ──▶ 0b01       stretches shorter than `_RUN_MIN` are plain masks
+    match([a b c x]) = {0: 3, 1: 3}               f ──▶ 0b01
+                                         ends     d ──▶ the run, for engines evict tails first
+
+Why looking at first keys is enough: who holds a block and the one before it holds both in one run, or a run or a mask begins between them. A
+slot holds a key in one place only, so a run with both would be a second place for the first. What begins at one key is one entry: where two
+runs come to begin alike, they are parted where they differ and their masks joined. Otherwise runs of different slots may overlap.
 
 The answers are exact whatever the order of stores and removals: nothing assumes that who holds a block also holds all blocks
-before it (engines evict tails first, nearly always), nor that one call's keys form one chain. Order only decides the speed.
+before it (engines evict tails first, nearly always). Order only decides the speed: a key in the middle of a run is looked for in all runs of
+its slot, which then has plain masks in that run's place.
 
 Nothing here may stop the process for long, however many millions of keys there are. A dict that grows is copied whole (125 ms at 2.8
-million keys), so the table is 256 dicts, by a key's lowest byte. The garbage collector looks at all that a container points to, so there
+million keys), so a table is 256 dicts, by a key's lowest byte. The garbage collector looks at all that a container points to, so there
 is none: keys, masks and runs are objects it does not follow, and dicts that hold only such are none of its business.
 """
 
@@ -34,12 +37,18 @@ from engines.blocks import KEY_BYTES, pack_keys, unpack_keys
 
 _RUN_MIN = 4
 _RUN_MAX = 128
-"""Bounds what cutting a run costs (its keys are pointed elsewhere) and the search for a key inside one."""
+"""Bounds what parting a run costs, and how far back `extent` looks for the run that it begins in."""
 _SHARDS = 256
 _SPARSE_BYTES = 128
 """An entry takes 30 bytes in a dict as full as it gets, 60 in one that has just grown: beyond this it has lost most of what it had."""
+_RUN_BYTES = 250
+"""Of a run besides its keys: the two objects, its places in three tables, and the numbers that it is found by."""
+_FEW = 8
+"""Keys, up to which looking for each in the bytes of a run is faster than unpacking it."""
 _MANY = 8
 """Slots, from which on a mask is read as a whole."""
+_ALIKE_MAX = 64
+"""Beginnings that are common to many slots, for which that has been read."""
 _TO_BITS = bytes.maketrans(b"01", b"\0\1")
 
 ALL = -1
@@ -47,7 +56,7 @@ ALL = -1
 
 
 class _Run(msgspec.Struct, gc=False, weakref=False, eq=False):
-    """A stretch of keys, in the order in which they were stored, that are held by exactly the same slots."""
+    """A stretch of a chain, held by exactly these slots."""
 
     mask: int
     keys: bytes
@@ -55,32 +64,39 @@ class _Run(msgspec.Struct, gc=False, weakref=False, eq=False):
 
 
 _Entry = int | _Run
-"""Who holds a key: a mask, or the run it is in."""
+"""Who holds a key: a mask, or the run that begins with it."""
 _Shard = dict[int, _Entry]
 
 
 class PrefixIndex:
     """Which slots hold which blocks.
 
-    A slot is a small number that stands for one KV cache: one tier of one endpoint.
+    A slot is a small number that stands for one KV cache: one tier of one endpoint. What is stored and removed are packed keys.
 
     >>> index = PrefixIndex()
     >>> warm, cold = index.add_slot(), index.add_slot()
-    >>> index.store(warm, [11, 12, 13])
+    >>> index.store(warm, pack_keys([11, 12, 13]))
     3
     >>> index.match([11, 12, 99])
     {0: 2}
     """
 
     def __init__(self, max_blocks: int | None = None) -> None:
-        """Hold at most `max_blocks` distinct keys: new keys beyond that are refused, and counted in `refused`.
+        """Hold at most `max_blocks` keys: new keys beyond that are refused, and counted in `refused`.
 
         A refused block looks uncached, which costs a missed hit and never a wrong one.
         """
         self.max_blocks = max_blocks
         self.refused = 0
-        self._shards: list[_Shard] = [{} for _ in range(_SHARDS)]
-        """By a key's lowest byte, which is the first of the packed key."""
+        self._starts: list[_Shard] = [{} for _ in range(_SHARDS)]
+        """First key of a run → the run; key that is in no run → its mask. By a key's lowest byte, which is the first of the packed key."""
+        self._ends: list[dict[int, _Run]] = [{} for _ in range(_SHARDS)]
+        """Last key of a run → that run. Of several that end alike it knows one or none: the others' ends are found as their middles are."""
+        self._runs: dict[int, dict[int, None]] = {}
+        """Slot → first keys of the runs that it is in."""
+        self._alike: dict[tuple[int, int], dict[int, int]] = {}
+        """Mask and depth → slot → that depth."""
+        self._run_count = 0
         self._blocks = 0
         self._sizes: dict[int, int] = {}
         self._live = 0
@@ -94,10 +110,12 @@ class PrefixIndex:
         """Of the shard behind those."""
 
     def __len__(self) -> int:
-        """Distinct keys in the table, those of dropped slots included until they are swept. Runtime complexity: O(1).
+        """Keys kept, those of dropped slots included until they are swept. Runtime complexity: O(1).
+
+        One for each distinct key, where whoever holds a block holds all before it; else a key may be kept twice, for different slots.
 
         >>> index = PrefixIndex()
-        >>> index.store(index.add_slot(), [1, 2])
+        >>> index.store(index.add_slot(), pack_keys([1, 2]))
         2
         >>> len(index)
         2
@@ -122,19 +140,20 @@ class PrefixIndex:
             self._bits.append(1 << slot)
         self._live |= self._bits[slot]
         self._sizes[slot] = 0
+        self._runs[slot] = {}
         return slot
 
     def drop_slot(self, slot: int) -> None:
-        """From now on `slot` is in no answer; `sweep` gives back its memory, and after that its number. Runtime complexity: O(1).
+        """From now on `slot` is in no answer; `sweep` gives back its memory, and after that its number. Runtime complexity: O(its runs).
 
         >>> index = PrefixIndex()
-        >>> index.store(index.add_slot(), [1, 2])
+        >>> index.store(index.add_slot(), pack_keys([1, 2]))
         2
         >>> index.drop_slot(0)
         >>> index.match([1, 2])
         {}
         """
-        del self._sizes[slot]
+        del self._sizes[slot], self._runs[slot]
         self._live &= ~self._bits[slot]
         self._dropped.append(slot)
 
@@ -145,7 +164,7 @@ class PrefixIndex:
         the memory is given back as well. Runtime complexity: O(limit), and O(entries / 256) once for every 256th part of the table.
 
         >>> index = PrefixIndex()
-        >>> index.store(index.add_slot(), [1, 2])
+        >>> index.store(index.add_slot(), pack_keys([1, 2]))
         2
         >>> index.drop_slot(0)
         >>> index.sweep(limit=100), len(index), index.add_slot()
@@ -158,7 +177,7 @@ class PrefixIndex:
                     break
                 self._sweeping, self._dropped = self._dropped, []
                 self._swept_shards = 0
-                self._unswept = list(self._shards[0])
+                self._unswept = list(self._starts[0])
             visited += self._clean(limit - visited)
             if not self._unswept:
                 visited += self._end_shard()
@@ -169,150 +188,139 @@ class PrefixIndex:
         """Whether no entry is left of a dropped slot. Runtime complexity: O(1)."""
         return not self._dropped and not self._sweeping
 
-    def store(self, slot: int, keys: Sequence[int]) -> int:
-        """`slot` now holds `keys`, given in chain order for speed; how many of them it did not hold before.
+    def store(self, slot: int, chain: bytes) -> int:
+        """`slot` now holds these blocks, none of which it held and each of which follows the one before it; how many are held now.
 
-        Raises KeyError when `slot` is not in use. Runtime complexity: O(len(keys)); keys already known as a run cost a
-        comparison each, new keys a table entry each.
+        Known to be held already are only blocks behind which, from the first one on, there is none that is not: whoever tells of blocks
+        in another way has them held twice. Raises KeyError when `slot` is not in use. Runtime complexity: O(runs crossed), plus one
+        comparison per key; O(keys) in chains shorter than `_RUN_MIN`.
 
         >>> index = PrefixIndex()
         >>> slot = index.add_slot()
-        >>> index.store(slot, [1, 2]), index.store(slot, [1, 2, 3])
+        >>> index.store(slot, pack_keys([1, 2])), index.store(slot, pack_keys([1, 2, 3]))
         (2, 1)
         """
         held = self._sizes[slot]
-        keys, data, bit, shards = _as_list(keys), pack_keys(keys), self._bits[slot], self._shards
-        added, at, end = 0, 0, len(data)
-        while at < end:
-            entry = shards[data[at]].get(keys[at // KEY_BYTES])
-            if entry is None:
-                admitted = self._admit(keys, data, at, bit)
-                added += admitted
-                self.refused += not admitted
-                length = max(admitted, 1) * KEY_BYTES
-            elif isinstance(entry, _Run):
-                begin = _find(entry.keys, data, at)
-                length = _common(entry.keys, begin, data, at)
-                if not entry.mask & bit:
-                    added += length // KEY_BYTES
-                    self._cut(entry, begin, length, entry.mask | bit)
-            else:
-                length = KEY_BYTES
-                while at + length < end and shards[data[at + length]].get(keys[(at + length) // KEY_BYTES]) == entry:
-                    length += KEY_BYTES
-                if not entry & bit:
-                    alike = list(dict.fromkeys(keys[at // KEY_BYTES : (at + length) // KEY_BYTES]))
-                    added += len(alike)
-                    self._place(alike, entry | bit)
-            at += length
+        added = self._hold(chain, self._bits[slot], bounded=self.max_blocks is not None)
         self._sizes[slot] = held + added
         return added
 
-    def remove(self, slot: int, keys: Sequence[int]) -> int:
-        """`slot` no longer holds `keys`; how many of them it did hold. Unknown keys are ignored.
+    def remove(self, slot: int, keys: bytes) -> int:
+        """`slot` no longer holds these blocks, of any chains; how many of them it did hold. Unknown ones are ignored.
 
-        Raises KeyError when `slot` is not in use. Runtime complexity: O(len(keys)), fastest in chain order or, as engines evict, from the
-        tail: whole stretches at once; a key out of the middle of a run splits it, O(`_RUN_MAX`).
+        Raises KeyError when `slot` is not in use. Runtime complexity: O(keys), fastest in chain order or, as engines evict, from the
+        tail: whole stretches at once; O(runs of the slot) when a key is in the middle of a run or unknown.
 
         >>> index = PrefixIndex()
         >>> slot = index.add_slot()
-        >>> index.store(slot, [1, 2, 3])
+        >>> index.store(slot, pack_keys([1, 2, 3]))
         3
-        >>> index.remove(slot, [3, 4]), index.match([1, 2, 3])
+        >>> index.remove(slot, pack_keys([3, 4])), index.match([1, 2, 3])
         (1, {0: 2})
         """
         held = self._sizes[slot]
-        keys, data, bit, shards = _as_list(keys), pack_keys(keys), self._bits[slot], self._shards
+        bit, starts, ends = self._bits[slot], self._starts, self._ends
+        numbers = unpack_keys(keys)
         backwards = b""
-        removed, at, end = 0, 0, len(data)
+        missed: list[int] = []
+        removed, at, end = 0, 0, len(keys)
         while at < end:
-            key, length = keys[at // KEY_BYTES], KEY_BYTES
-            shard = shards[data[at]]
+            key, length = numbers[at // KEY_BYTES], KEY_BYTES
+            shard = starts[keys[at]]
             entry = shard.get(key)
-            if isinstance(entry, _Run):
-                if entry.mask & bit:
-                    if entry.keys.endswith(data[at : at + KEY_BYTES]):
-                        backwards = backwards or pack_keys(keys[::-1])
-                        length = _common_end(entry.keys, backwards, end - at)
-                        begin = len(entry.keys) - length
-                    else:
-                        begin = _find(entry.keys, data, at)
-                        length = _common(entry.keys, begin, data, at)
-                    self._cut(entry, begin, length, entry.mask ^ bit)
-                    removed += length // KEY_BYTES
-            elif entry is not None and entry & bit:
-                removed += 1
+            if entry.__class__ is int and entry & bit:
+                removed += KEY_BYTES
                 if entry == bit:
                     del shard[key]
                     self._blocks -= 1
                 else:
                     shard[key] = entry ^ bit
+            elif (run := ends[keys[at]].get(key)) is not None and run.mask & bit:
+                backwards = backwards or pack_keys(numbers[::-1])
+                length = _common_end(run.keys, backwards, end - at)
+                before = _before(missed, at) if length == KEY_BYTES and missed else 0
+                if before:  # in chain order: those before it were missed, being inside the run
+                    taken = min(_common_end(run.keys, keys, at + KEY_BYTES), before + KEY_BYTES)
+                    del missed[len(missed) - taken // KEY_BYTES + 1 :]
+                else:
+                    taken = length
+                self._take(run, len(run.keys) - taken, taken, bit)
+                removed += taken
+            elif isinstance(entry, _Run) and entry.mask & bit:
+                length = _common(entry.keys, keys, at)
+                self._take(entry, 0, length, bit)
+                removed += length
+            else:
+                missed.append(at)
             at += length
-        self._sizes[slot] = held - removed
-        return removed
+        if missed:
+            removed += self._take_inside(slot, [numbers[at // KEY_BYTES] for at in missed])
+        self._sizes[slot] = held - removed // KEY_BYTES
+        return removed // KEY_BYTES
 
     def match(self, keys: Sequence[int], within: int = ALL) -> dict[int, int]:
-        """Slot → how many leading keys it holds, for the slots of the mask `within` that hold at least the first.
+        """Slot → how many leading keys of a prompt it holds, for the slots of the mask `within` that hold at least the first.
 
-        Runtime complexity: O(runs crossed + slots that match), plus one comparison per key; O(len(keys)) table look-ups where
-        blocks have been evicted out of runs.
+        Runtime complexity: O(runs crossed + slots that match), plus one comparison per key; O(keys) table look-ups where
+        blocks were stored one by one, or evicted out of runs.
 
         >>> index = PrefixIndex()
         >>> a, b = index.add_slot(), index.add_slot()
-        >>> index.store(a, [1, 2, 3]), index.store(b, [1])
+        >>> index.store(a, pack_keys([1, 2, 3])), index.store(b, pack_keys([1]))
         (3, 1)
         >>> index.match([1, 2, 3, 4]) == {a: 3, b: 1}
         True
         >>> index.match([1, 2, 3, 4], within=1 << b) == {b: 1}
         True
         """
-        depths: dict[int, int] = {}
-        shards = self._shards
-        if not keys or keys[0] not in shards[keys[0] % _SHARDS]:
-            return depths
-        keys, data = _as_list(keys), pack_keys(keys)
+        starts = self._starts
+        if not keys or keys[0] not in starts[keys[0] % _SHARDS]:
+            return {}
+        data = pack_keys(keys)
+        depths: dict[int, int] | None = None
         held = self._live & within
         at, end = 0, len(data)
         while at < end:
-            entry = shards[data[at]].get(keys[at // KEY_BYTES])
+            entry = starts[data[at]].get(keys[at // KEY_BYTES])
             if entry is None:
                 break
             mask = entry.mask if isinstance(entry, _Run) else entry
             if held & mask != held:
-                if at:
-                    _note(depths, held & ~mask, at // KEY_BYTES)
+                if at:  # those that are in `mask` are noted again, further on: all that had a beginning in common are known already
+                    depths = self._noted(depths, held, at // KEY_BYTES)
                 held &= mask
                 if not held:
-                    return depths
-            at += _common(entry.keys, _find(entry.keys, data, at), data, at) if isinstance(entry, _Run) else KEY_BYTES
-        if at:
-            _note(depths, held, at // KEY_BYTES)
-        return depths
+                    return depths or {}
+            at += _common(entry.keys, data, at) if isinstance(entry, _Run) else KEY_BYTES
+        return self._noted(depths, held, at // KEY_BYTES)
 
     def extent(self, slot: int, keys: Sequence[int], start: int) -> int:
-        """How many keys, from `keys[start]` on and without a gap, `slot` holds. Runtime complexity: as `match`.
+        """How many keys of a prompt, from `keys[start]` on and without a gap, `slot` holds. Runtime complexity: as `match`.
 
         >>> index = PrefixIndex()
         >>> slot = index.add_slot()
-        >>> index.store(slot, [3, 4])
-        2
+        >>> index.store(slot, pack_keys([2, 3, 4]))
+        3
         >>> index.extent(slot, [1, 2, 3, 4, 5], 2)
         2
         """
-        keys, data, shards = _as_list(keys), pack_keys(keys), self._shards
         bit = self._bits[slot] & self._live
-        begin = at = start * KEY_BYTES
-        while at < len(data):
-            entry = shards[data[at]].get(keys[at // KEY_BYTES])
+        if not bit or start >= len(keys):
+            return 0
+        data, starts = pack_keys(keys), self._starts
+        begin = start * KEY_BYTES
+        at = self._reach(bit, keys, data, start)
+        while begin <= at < len(data):
+            entry = starts[data[at]].get(keys[at // KEY_BYTES])
             if isinstance(entry, _Run):
                 if not entry.mask & bit:
                     break
-                at += _common(entry.keys, _find(entry.keys, data, at), data, at)
+                at += _common(entry.keys, data, at)
             elif entry is None or not entry & bit:
                 break
             else:
                 at += KEY_BYTES
-        return (at - begin) // KEY_BYTES
+        return max(0, at - begin) // KEY_BYTES
 
     def size(self, slot: int) -> int:
         """How many blocks `slot` holds. Raises KeyError when `slot` is not in use. Runtime complexity: O(1).
@@ -324,73 +332,184 @@ class PrefixIndex:
         return self._sizes[slot]
 
     def memory_bytes(self) -> int:
-        """About how much memory the index takes: the tables as they are, and 60 bytes a key for the key, its place in a run, and the run.
+        """About how much memory the index takes: the tables as they are, 8 bytes a key in a run, what a run is besides, 32 a key in none.
 
         Runtime complexity: O(1).
 
-        >>> PrefixIndex().memory_bytes() < 20_000
+        >>> PrefixIndex().memory_bytes() < 40_000
         True
         """
-        return sum(map(sys.getsizeof, self._shards)) + 60 * self._blocks + sys.getsizeof(self._unswept)
+        tables = sum(map(sys.getsizeof, self._starts)) + sum(map(sys.getsizeof, self._ends))
+        alone = sum(map(len, self._starts)) - self._run_count
+        return tables + KEY_BYTES * self._blocks + _RUN_BYTES * self._run_count + 24 * alone + sys.getsizeof(self._unswept)
 
-    def _admit(self, keys: list[int], data: bytes, at: int, mask: int) -> int:
-        """Give `mask` to keys from `data[at]` on, the first of which is not in the table, up to one that is; how many."""
-        room = _RUN_MAX if self.max_blocks is None else min(_RUN_MAX, self.max_blocks - self._blocks)
-        if room <= 0:
-            return 0
-        first = at // KEY_BYTES
-        part, packed = keys[first : first + room], data[at : at + room * KEY_BYTES]
-        run = _Run(mask, packed) if len(part) >= _RUN_MIN else None
-        entry = mask if run is None else run
-        shards, admitted = self._shards, 0
-        for number, key in zip(packed[::KEY_BYTES], part, strict=True):
-            shard = shards[number]
-            if key in shard:
-                break
-            shard[key] = entry
-            admitted += 1
-        if run is not None and admitted < len(part):
-            run.keys = packed[: admitted * KEY_BYTES]
-        self._blocks += admitted
-        return admitted
+    def _noted(self, depths: dict[int, int] | None, mask: int, depth: int) -> dict[int, int]:
+        """The same, with `depth` for every slot in `mask`."""
+        if mask.bit_count() >= _MANY:
+            known = self._alike.get((mask, depth))
+            if known is None:
+                if len(self._alike) >= _ALIKE_MAX:
+                    self._alike.clear()
+                known = self._alike[mask, depth] = dict.fromkeys(_slots_of(mask), depth)
+            if depths is None:
+                return known.copy()
+            depths.update(known)
+            return depths
+        depths = {} if depths is None else depths
+        while mask:
+            lowest = mask & -mask
+            depths[lowest.bit_length() - 1] = depth
+            mask ^= lowest
+        return depths
 
-    def _place(self, keys: list[int], mask: int) -> None:
-        """Point `keys`, distinct and in the table but in no run, to `mask`."""
-        shards = self._shards
-        for start in range(0, len(keys), _RUN_MAX):
-            part = keys[start : start + _RUN_MAX]
-            packed = pack_keys(part)
-            entry = _Run(mask, packed) if len(part) >= _RUN_MIN else mask
-            for number, key in zip(packed[::KEY_BYTES], part, strict=True):
-                shards[number][key] = entry
+    def _hold(self, chain: bytes, mask: int, *, bounded: bool = False) -> int:
+        """Whoever is in `mask` holds these blocks too; how many keys that was new for. `bounded`: there may be no room for new ones."""
+        starts = self._starts
+        added, at, end = 0, 0, len(chain)
+        while at < end:
+            first = _key(chain, at)
+            shard = starts[chain[at]]
+            entry = shard.get(first)
+            if entry is None:
+                length = min(_RUN_MAX * KEY_BYTES, end - at)
+                if bounded and (room := (self.max_blocks or 0) - self._blocks) * KEY_BYTES < length:
+                    if room <= 0:
+                        self.refused += 1
+                        at += KEY_BYTES  # what comes then may be known
+                        continue
+                    length = room * KEY_BYTES
+                if length < _RUN_MIN * KEY_BYTES:
+                    length = KEY_BYTES
+                    shard[first] = mask
+                else:
+                    self._begin(shard, first, _Run(mask, chain[at : at + length]))
+                self._blocks += length // KEY_BYTES
+                added += length
+            elif isinstance(entry, _Run):
+                length = _common(entry.keys, chain, at)
+                if mask & ~entry.mask:
+                    added += length
+                    self._join(first, entry, length, mask)
+            else:
+                length = KEY_BYTES
+                if mask & ~entry:
+                    added += length
+                    shard[first] = entry | mask
+            at += length
+        return added // KEY_BYTES
 
-    def _forget(self, packed: bytes) -> None:
-        """Nobody holds these keys, all of which are in the table."""
-        shards = self._shards
-        for number, key in zip(packed[::KEY_BYTES], unpack_keys(packed), strict=True):
-            del shards[number][key]
-        self._blocks -= len(packed) // KEY_BYTES
+    def _join(self, first: int, run: _Run, length: int, mask: int) -> None:
+        """Whoever is in `mask` holds so many bytes of the keys of `run` too."""
+        keys, before = run.keys, run.mask
+        if length < _RUN_MIN * KEY_BYTES and length < len(keys):
+            self._forget(run)
+            self._hold(keys[:length], before | mask)
+        else:
+            if length < len(keys):
+                self._shorten(run, length)
+            self._note_run(first, mask & ~before)
+            run.mask |= mask
+        if length < len(keys):
+            self._hold(keys[length:], before)
 
-    def _cut(self, run: _Run, begin: int, length: int, mask: int) -> None:
-        """Take `length` bytes of keys from `begin` on out of `run` and give them `mask`, or forget them when it is 0."""
-        keys = run.keys
-        if mask and length == len(keys):
-            run.mask = mask
+    def _begin(self, shard: _Shard, first: int, run: _Run) -> None:
+        """There is one more run."""
+        shard[first] = run
+        self._ends[run.keys[-KEY_BYTES]][_key(run.keys, len(run.keys) - KEY_BYTES)] = run
+        self._run_count += 1
+        self._note_run(first, run.mask)
+
+    def _note_run(self, first: int, mask: int) -> None:
+        """Who is in `mask` is now in the run that begins so."""
+        for slot in _slots_of(mask & self._live):
+            self._runs[slot][first] = None
+
+    def _part_run(self, first: int, mask: int) -> None:
+        """Who is in `mask` is in it no more."""
+        for slot in _slots_of(mask & self._live):
+            del self._runs[slot][first]
+
+    def _shorten(self, run: _Run, length: int) -> None:
+        """`run` ends after so many bytes of keys, and what was behind is nowhere."""
+        self._unend(run)
+        self._blocks -= (len(run.keys) - length) // KEY_BYTES
+        run.keys = keys = run.keys[:length]
+        self._ends[keys[-KEY_BYTES]][_key(keys, length - KEY_BYTES)] = run
+
+    def _unend(self, run: _Run) -> None:
+        at = len(run.keys) - KEY_BYTES
+        ends, last = self._ends[run.keys[at]], _key(run.keys, at)
+        if ends.get(last) is run:
+            del ends[last]
+
+    def _forget(self, run: _Run) -> None:
+        """`run` is nowhere any more."""
+        first = _key(run.keys, 0)
+        del self._starts[run.keys[0]][first]
+        self._unend(run)
+        self._part_run(first, run.mask)
+        self._run_count -= 1
+        self._blocks -= len(run.keys) // KEY_BYTES
+
+    def _take(self, run: _Run, begin: int, length: int, bit: int) -> None:
+        """Take `bit` from `length` bytes of keys of `run`, from `begin` on."""
+        keys, mask, end = run.keys, run.mask, begin + length
+        left = mask ^ bit
+        if left and length == len(keys):
+            self._part_run(_key(keys, 0), bit)
+            run.mask = left
             return
-        part, rest = keys[begin : begin + length], keys[begin + length :]
-        if begin:
-            run.keys = keys[:begin]
-            self._place(unpack_keys(rest), run.mask)
+        if begin >= _RUN_MIN * KEY_BYTES:
+            self._shorten(run, begin)
         else:
-            run.keys = rest
-        if mask:
-            self._place(unpack_keys(part), mask)
-        else:
-            self._forget(part)
+            self._forget(run)
+            self._hold(keys[:begin], mask)
+        if left:
+            self._hold(keys[begin:end], left)
+        self._hold(keys[end:], mask)
+
+    def _take_inside(self, slot: int, keys: list[int]) -> int:
+        """Take out of the runs of `slot` these keys, which do not end any; how many bytes of them there were.
+
+        A run that one was taken out of becomes plain masks: whoever evicts in no order finds the next one at once.
+        """
+        bit, wanted = self._bits[slot], set(keys)
+        few = [pack_keys([key]) for key in wanted] if len(wanted) <= _FEW else None
+        taken = 0
+        for first in tuple(self._runs[slot]):
+            run = self._starts[first % _SHARDS][first]
+            assert isinstance(run, _Run)
+            if few is not None and not any(key in run.keys for key in few):
+                continue
+            numbers = unpack_keys(run.keys)
+            found = wanted.intersection(numbers)
+            if not found:
+                continue
+            packed, mask = run.keys, run.mask
+            self._forget(run)
+            for place, number in enumerate(numbers):
+                if left := mask ^ bit if number in found else mask:
+                    self._hold(packed[place * KEY_BYTES : (place + 1) * KEY_BYTES], left)
+            taken += len(found) * KEY_BYTES
+            wanted -= found
+            if not wanted:
+                break
+        return taken
+
+    def _reach(self, bit: int, keys: Sequence[int], data: bytes, start: int) -> int:
+        """Where in `data` the run or mask ends that has `keys[start]` for the slot of `bit`; before it, if there is none."""
+        for place in range(start, max(-1, start - _RUN_MAX), -1):
+            entry = self._starts[data[place * KEY_BYTES]].get(keys[place])
+            if isinstance(entry, _Run):
+                if entry.mask & bit:
+                    return place * KEY_BYTES + _common(entry.keys, data, place * KEY_BYTES)
+            elif entry is not None and entry & bit:
+                return (place + 1) * KEY_BYTES
+        return -1
 
     def _clean(self, limit: int) -> int:
         """Take the bits of dropped slots out of about `limit` entries of the shard being swept, and what is in a run with them; how many."""
-        shard, unswept, live = self._shards[self._swept_shards], self._unswept, self._live
+        shard, unswept, live = self._starts[self._swept_shards], self._unswept, self._live
         visited = 0
         while unswept and visited < limit:
             key = unswept.pop()
@@ -402,7 +521,7 @@ class PrefixIndex:
                 entry.mask &= live
                 if not entry.mask:
                     visited += len(entry.keys) // KEY_BYTES - 1
-                    self._forget(entry.keys)
+                    self._forget(entry)
             elif not entry & live:
                 del shard[key]
                 self._blocks -= 1
@@ -412,91 +531,96 @@ class PrefixIndex:
 
     def _end_shard(self) -> int:
         """The shard being swept is clean: on to the next, if there is one. What that took, in entries that could have been looked at."""
-        shard = self._shards[self._swept_shards]
-        took = sys.getsizeof(shard) // 1024
-        if sys.getsizeof(shard) > _SPARSE_BYTES * len(shard):
-            self._shards[self._swept_shards] = dict(shard)
+        number = self._swept_shards
+        starts, ends = self._starts[number], self._ends[number]
+        took = (sys.getsizeof(starts) + sys.getsizeof(ends)) // 1024
+        if sys.getsizeof(starts) > _SPARSE_BYTES * len(starts):
+            self._starts[number] = dict(starts)
+        if sys.getsizeof(ends) > _SPARSE_BYTES * len(ends):
+            self._ends[number] = dict(ends)
         self._swept_shards += 1
         if self._swept_shards < _SHARDS:
-            self._unswept = list(self._shards[self._swept_shards])
+            self._unswept = list(self._starts[self._swept_shards])
         else:
             self._free += self._sweeping
             self._sweeping = []
         return took
 
+    def _holds(self, slot: int, key: int) -> bool:
+        """Whether `slot` holds it, for tests. Runtime complexity: O(its runs)."""
+        entry, bit, packed = self._starts[key % _SHARDS].get(key, 0), self._bits[slot], pack_keys([key])
+        if bool(entry.mask & bit if isinstance(entry, _Run) else entry & bit):
+            return True
+        runs = [self._starts[first % _SHARDS][first] for first in self._runs[slot]]
+        return any(packed in run.keys and key in unpack_keys(run.keys) for run in runs if isinstance(run, _Run))
+
     def _check(self) -> None:
         """Raise AssertionError unless all invariants hold. Runtime complexity: O(everything)."""
-        counts = dict.fromkeys(self._sizes, 0)
         leaving = {*self._dropped, *self._sweeping}
-        runs: dict[int, _Run] = {}
-        table = {key: entry for shard in self._shards for key, entry in shard.items()}
-        for key, entry in table.items():
-            if isinstance(entry, _Run):
-                assert key in unpack_keys(entry.keys)
-                runs[id(entry)] = entry
-            mask = entry.mask if isinstance(entry, _Run) else entry
-            assert mask > 0, "an entry that nobody holds"
-            for slot in _slots_of(mask):
-                assert slot in counts or slot in leaving, "an entry of a slot that is not in use"
-                if slot in counts:
-                    counts[slot] += 1
-        for run in runs.values():
-            keys = unpack_keys(run.keys)
-            assert 0 < len(keys) <= _RUN_MAX
-            assert len(set(keys)) == len(keys)
-            assert all(table[key] is run for key in keys)
-        assert counts == self._sizes
-        assert self._blocks == len(table)
-        assert all(key % _SHARDS == number for number, shard in enumerate(self._shards) for key in shard)
-        assert not any(map(gc.is_tracked, self._shards)), "a table that the garbage collector goes through"
+        held: dict[int, set[int]] = {slot: set() for slot in (*self._sizes, *leaving)}
+        runs: dict[int, set[int]] = {slot: set() for slot in self._sizes}
+        ends = {key: run for shard in self._ends for key, run in shard.items()}
+        blocks = run_count = 0
+        for number, shard in enumerate(self._starts):
+            for key, entry in shard.items():
+                mask, keys = (entry.mask, unpack_keys(entry.keys)) if isinstance(entry, _Run) else (entry, [key])
+                assert key % _SHARDS == number
+                assert keys[0] == key
+                assert 0 < len(keys) <= _RUN_MAX
+                assert len(set(keys)) == len(keys)
+                assert mask > 0, "an entry that nobody holds"
+                blocks += len(keys)
+                run_count += isinstance(entry, _Run)
+                for slot in _slots_of(mask):
+                    assert slot in held, "an entry of a slot that is not in use"
+                    assert held[slot].isdisjoint(keys), "a key in two places"
+                    held[slot].update(keys)
+                    if isinstance(entry, _Run) and slot in runs:
+                        runs[slot].add(key)
+        assert {slot: len(held[slot]) for slot in self._sizes} == self._sizes
+        assert {slot: set(firsts) for slot, firsts in self._runs.items()} == runs
+        for last, run in ends.items():
+            assert last in self._ends[last % _SHARDS]
+            assert run.keys.endswith(pack_keys([last]))
+            assert self._starts[run.keys[0]][_key(run.keys, 0)] is run, "the end of a run that is not there"
+        assert (self._blocks, self._run_count) == (blocks, run_count)
+        assert not any(map(gc.is_tracked, [*self._starts, *self._ends])), "a table that the garbage collector goes through"
         assert self._live == sum(1 << slot for slot in self._sizes)
         assert sorted([*self._sizes, *self._free, *leaving]) == list(range(len(self._bits)))
-        assert self.max_blocks is None or len(table) <= self.max_blocks
+        assert self.max_blocks is None or blocks <= self.max_blocks
         if self._sweeping:
-            swept = set().union(*self._shards[: self._swept_shards])
-            swept |= self._shards[self._swept_shards].keys() - set(self._unswept)
-            for key in swept:
-                entry = table[key]
+            swept = [entry for shard in self._starts[: self._swept_shards] for entry in shard.values()]
+            shard = self._starts[self._swept_shards]
+            swept += [shard[key] for key in shard.keys() - set(self._unswept)]
+            for entry in swept:
                 mask = entry.mask if isinstance(entry, _Run) else entry
                 assert not any(mask >> slot & 1 for slot in self._sweeping), "a swept entry with a dropped slot in it"
 
 
-def _as_list(keys: Sequence[int]) -> list[int]:
-    return keys if isinstance(keys, list) else list(keys)
+def _key(packed: bytes, at: int) -> int:
+    """The key that is there."""
+    return int.from_bytes(packed[at : at + KEY_BYTES], "little")
 
 
-def common_length(run: list[int], offset: int, keys: list[int], start: int) -> int:
-    """How many keys from `run[offset]` and from `keys[start]` on are the same; at least 1, which the caller knows."""
-    length = min(len(run) - offset, len(keys) - start)
-    if run[offset : offset + length] == keys[start : start + length]:
-        return length
-    low = 1
-    high = length - 1
-    while low < high:
-        middle = (low + high + 1) >> 1
-        if run[offset + low : offset + middle] == keys[start + low : start + middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _before(missed: list[int], at: int) -> int:
+    """Of how many bytes the keys are that were missed one after the other, up to `at`."""
+    begin = at
+    for place in reversed(missed):
+        if place != begin - KEY_BYTES:
+            break
+        begin = place
+    return at - begin
 
 
-def _find(run: bytes, data: bytes, at: int) -> int:
-    """Where in `run` the key is that is at `data[at]`; the caller knows that it is there."""
-    key = data[at : at + KEY_BYTES]
-    found = run.find(key)
-    while found % KEY_BYTES:
-        found = run.find(key, found + 1)
-    return found
-
-
-def _common(run: bytes, begin: int, data: bytes, at: int) -> int:
-    """Bytes of the keys that are the same from `run[begin]` and from `data[at]` on."""
-    length = min(len(run) - begin, len(data) - at)
-    ours, theirs = run[begin : begin + length], data[at : at + length]
-    if ours == theirs:
-        return length
+def _common(run: bytes, data: bytes, at: int) -> int:
+    """Bytes of the keys that are the same from the beginning of `run` and from `data[at]` on."""
+    theirs = data[at : at + len(run)]
+    if run == theirs:
+        return len(run)
+    ours = run[: len(theirs)]
     differing = int.from_bytes(ours, "little") ^ int.from_bytes(theirs, "little")
+    if not differing:
+        return len(ours)
     same_bits = (differing & -differing).bit_length() - 1
     return same_bits // 8 // KEY_BYTES * KEY_BYTES
 
@@ -512,17 +636,8 @@ def _common_end(run: bytes, data: bytes, end: int) -> int:
     return same_bits // 8 // KEY_BYTES * KEY_BYTES
 
 
-def _note(depths: dict[int, int], mask: int, depth: int) -> None:
-    """Write `depth` for every slot in `mask`."""
-    if mask.bit_count() >= _MANY:
-        depths.update(dict.fromkeys(_slots_of(mask), depth))
-        return
-    while mask:
-        lowest = mask & -mask
-        depths[lowest.bit_length() - 1] = depth
-        mask ^= lowest
-
-
 def _slots_of(mask: int) -> Iterable[int]:
     """The slots in `mask`, smallest first."""
+    if not mask & (mask - 1):
+        return (mask.bit_length() - 1,) if mask else ()
     return compress(count(), format(mask, "b").encode().translate(_TO_BITS)[::-1])

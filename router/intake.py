@@ -10,8 +10,11 @@ import msgspec
 from engines.blocks import block_keys, pack_tokens, root_seed
 from engines.types import EngineKind
 from router import openai, stored
+from router.disagg import Why
+from router.divisible import undivided
 from router.exchange import Headers
 from router.fleet import Fleet, Member
+from router.holding import Holding
 from router.prompts import conversion
 from router.prompts.book import PromptBook, Tokens
 from router.prompts.errors import NotRenderable, PromptRejected
@@ -56,12 +59,22 @@ class Asked(msgspec.Struct):
     """Whether vLLM's extra arguments may be added: the route has them, and the client gives none of its own."""
     read: dict[str, msgspec.Raw] | None = None
     """The body's fields, where they have been asked for."""
+    undivided: Why | msgspec.UnsetType | None = msgspec.UNSET
+    """What keeps it from being shared between two engines, where that has been asked."""
+    streamed: bool = True
+    """Whether the answer comes token by token, so that the first one is seen."""
 
     def fields(self) -> dict[str, msgspec.Raw]:
         """The body's fields, each as it came; read on the first call."""
         if self.read is None:
             self.read = msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])
         return self.read
+
+    def split_barrier(self) -> Why | None:
+        """What in a request to one of `SPLIT_PATHS` keeps it from being shared between two engines; looked for on the first call."""
+        if self.undivided is msgspec.UNSET:
+            self.undivided = undivided(self.route, self.fields())
+        return self.undivided
 
     def keys(self, engine_id: str, block_size: int) -> list[int]:
         """The prompt's block keys as an engine counts blocks; the same list for engines that share ids and block size."""
@@ -78,16 +91,29 @@ class Asked(msgspec.Struct):
 class Intake:
     """Reads requests."""
 
-    def __init__(self, fleet: Fleet, prompts: PromptBook, whereabouts: Whereabouts, *, session_header: bytes, tokenize: bool) -> None:
-        """`tokenize` False: the policy in use does not look at prompts."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        prompts: PromptBook,
+        whereabouts: Whereabouts,
+        *,
+        session_header: bytes,
+        tokenize: bool,
+        holding: Holding | None = None,
+    ) -> None:
+        """`tokenize` False: the policy in use does not look at prompts. `holding`: where requests wait for a model's first engine."""
         self._fleet = fleet
         self._prompts = prompts
         self._whereabouts = whereabouts
         self._session_header = session_header
         self._tokenize = tokenize
+        self._holding = holding
 
     async def read(self, route: Route, body: bytes, headers: Headers) -> Asked:
-        """Parse, find the model's engines, tokenize. Raises `openai.BadBody` with the status and words for the client."""
+        """Parse, find the model's engines, tokenize. Raises `openai.BadBody` with the status and words for the client.
+
+        A model whose first engine is being started is waited for; raises `Shed` when that takes too long.
+        """
         content_type = session = None
         for name, value in headers:
             if name == b"content-type":
@@ -97,6 +123,15 @@ class Intake:
         parsed = openai.parse(body, content_type if route.form is PromptForm.UNREAD else None)
         model = parsed.model
         members = self._fleet.able(model, route.engines) if model is not None else []
+        if (
+            not members
+            and model is not None
+            and self._holding is not None
+            and not self._fleet.of_model(model)
+            and self._holding.comes(model)
+        ):
+            await self._holding.enter(model)
+            members = self._fleet.able(model, route.engines)
         if not members or model is None:
             model, members = self._engines_for(route, model)
         if parsed.must_strip:
@@ -114,7 +149,19 @@ class Intake:
         request = RoutingRequest(model, count, "" if count else reason, session or parsed.session)
         root = root_seed(self._fleet.adapter(model), parsed.salt) if tokens else 0
         takes_xargs = route.takes_xargs and parsed.vllm_xargs is msgspec.UNSET
-        return Asked(route, body, request, tokens, root, parsed.urgency, {}, barrier(route, parsed), kept_at, takes_xargs)
+        return Asked(
+            route,
+            body,
+            request,
+            tokens,
+            root,
+            parsed.urgency,
+            {},
+            barrier(route, parsed),
+            kept_at,
+            takes_xargs,
+            streamed=parsed.streams,
+        )
 
     async def _kept_at(self, parsed: openai.ApiBody, members: list[Member], headers: Headers) -> str | None:
         response_id = parsed.goes_on_from

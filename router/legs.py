@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from engines.errors import EngineError, TransferFailed
+from engines.handover import BadHandshake
 from router.relay import MAX_QUOTED_CHARS, Relay
 from router.sse import Scanner
 
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
     from router.exchange import Exchange
     from router.upstream import ResponseHead
 
+MAX_PREFILL_BYTES: Final = 16 * 1024 * 1024
+"""A handshake names every block of the prompt, once for each group of layers: some 8 bytes for 16 tokens."""
 MAX_UNPROVEN_BYTES: Final = 256 * 1024
 """More than this without a token is no answer that waits for its KV cache."""
 
 
 class PrefillLeg(Relay):
     """Holds the prefill engine's answer."""
+
+    most_held = MAX_PREFILL_BYTES
 
     __slots__ = ("_ended",)
 
@@ -49,7 +54,9 @@ class PrefillLeg(Relay):
 
     @property
     def answer(self) -> bytes:
-        """The answer's body."""
+        """The answer's body. Raises BadHandshake where there is too much of it to be held."""
+        if self._held_bytes > self.most_held:
+            raise BadHandshake(f"its answer is longer than the {self.most_held >> 20} MiB that are held of one")
         return b"".join(self._held)
 
     # upstream.Sink

@@ -13,17 +13,23 @@ count away, so a stream of two hours counts for two hours, and a gauge that an e
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from discovery.peers import NOTHING, Carried, Others
+from engines.blocks import pack_keys
 from engines.types import Endpoint
 from router.index import PrefixIndex
 from router.scheduling.types import Load
+from router.work import Prompt, Work
 
 REPORT_FRESH_S = 15.0
+REPORT_MOVES_S = 5.0
+"""A queue that an engine reports beyond what is known here is believed as long as the report has changed within so many seconds:
+real queues do, and a gauge that is stuck must not keep traffic away."""
 
 
 class _Report(NamedTuple):
@@ -31,43 +37,76 @@ class _Report(NamedTuple):
     waiting: int | None
     kv_usage: float | None
     at: float
+    changed_at: float
+    """When it last differed from the one before."""
 
 
 class _Account:
     """What is in flight on one endpoint."""
 
-    __slots__ = ("endpoint", "forgotten", "last_assigned", "prefill_tokens", "report", "requests", "shared", "slot")
+    __slots__ = (
+        "assigned",
+        "endpoint",
+        "forgotten",
+        "last_assigned",
+        "prefill_tokens",
+        "report",
+        "requests",
+        "shared",
+        "slot",
+        "untimed",
+        "work",
+    )
 
     def __init__(self, endpoint: Endpoint, slot: int) -> None:
         self.endpoint = endpoint
         self.slot = slot
         self.requests = 0
         self.prefill_tokens = 0
+        self.untimed = 0
+        """Requests whose first token has not come, of those that came without the time."""
         self.shared: Counter[int] = Counter()
         """Key → how many requests in flight hold it besides the first. A prefix of each request's keys is in here."""
         self.last_assigned = 0
+        self.assigned = 0
+        """Requests counted here so far."""
         self.report: _Report | None = None
         self.forgotten = False
+        self.work = Work()
 
 
 class Reservation:
     """One request's place in the book, until it is released."""
 
-    __slots__ = ("_account", "_book", "_keys", "_prefill_tokens", "_released", "prefill")
+    __slots__ = ("_account", "_book", "_keys", "_prefill_tokens", "_prompt", "_released", "_untimed", "prefill")
 
-    def __init__(self, book: LoadBook, account: _Account, keys: list[int], prefill_tokens: int) -> None:
+    def __init__(self, book: LoadBook, account: _Account, keys: list[int], prefill_tokens: int, prompt: Prompt | None) -> None:
         self.prefill: Reservation | None = None
         """Its place at the engine that computes its prompt, where that is another one; released with this one, if not before."""
         self._book = book
         self._account = account
         self._keys = keys
         self._prefill_tokens = prefill_tokens
+        self._prompt = prompt
+        self._untimed = prompt is None
         self._released = False
 
-    def first_token(self) -> None:
-        """The prompt is computed: it no longer counts as prefill. Harmless when repeated or after `release`."""
+    def first_token(self, now: float | None = None) -> None:
+        """The prompt is computed: it no longer counts as prefill. Harmless when repeated or after `release`.
+
+        With the time, in monotonic seconds, its endpoint's pace is learned from it.
+        """
         self._account.prefill_tokens -= self._prefill_tokens
         self._prefill_tokens = 0
+        self._account.untimed -= self._untimed
+        self._untimed = False
+        if self._prompt is not None and now is not None:
+            self._account.work.computed(self._prompt, now)
+
+    def ended(self, now: float, tokens: int | None) -> None:
+        """The whole answer has come, of so many `tokens` where that is known: it tells how long answers take here."""
+        if self._prompt is not None:
+            self._account.work.ended(self._prompt, now, tokens)
 
     def release(self) -> None:
         """The request has ended, however it did. Harmless when repeated, or when its endpoint has been forgotten."""
@@ -75,6 +114,8 @@ class Reservation:
             return
         self._released = True
         self.first_token()
+        if self._prompt is not None:
+            self._account.work.left(self._prompt)
         if self.prefill is not None:
             self.prefill.release()
         self._account.requests -= 1
@@ -110,11 +151,14 @@ class LoadBook:
         self.others: Others | None = None
         """Other routers in front of the same engines: what they carry, as they last told, is added where load is asked for."""
 
-    def reserve(self, endpoint: Endpoint, keys: Sequence[int], uncached_tokens: int) -> Reservation:
+    def reserve(
+        self, endpoint: Endpoint, keys: Sequence[int], uncached_tokens: int, now: float | None = None, *, streamed: bool = True
+    ) -> Reservation:
         """Count a request on `endpoint`: its full blocks `keys`, a chain from the root, and the prompt tokens it has to compute.
 
         A prefix that another request in flight there is computing already is not for this one to compute: leave it out of
-        `uncached_tokens`, or a burst of equal prompts is counted as if each were computed.
+        `uncached_tokens`, or a burst of equal prompts is counted as if each were computed. With the time, `now`, it is part of what
+        is learned of how long things take there; an answer that is not `streamed` does not show its first token.
         Runtime complexity: O(len(keys)).
 
         >>> book = LoadBook()
@@ -128,16 +172,19 @@ class LoadBook:
         account = self._account(endpoint)
         self._assigned += 1
         account.last_assigned = self._assigned
+        account.assigned += 1
         account.requests += 1
         account.prefill_tokens += uncached_tokens
         held = list(keys)
         if held:
             known = self._index.extent(account.slot, held, 0)
             account.shared.update(held[:known])
-            self._index.store(account.slot, held[known:])
+            self._index.store(account.slot, pack_keys(held[known:]))
             if self.others is not None:
                 self.others.step(endpoint, held, 1)
-        return Reservation(self, account, held, uncached_tokens)
+        prompt = None if now is None else account.work.sent(uncached_tokens, now, streamed=streamed)
+        account.untimed += prompt is None
+        return Reservation(self, account, held, uncached_tokens, prompt)
 
     def in_flight(self, keys: Sequence[int]) -> dict[Endpoint, int]:
         """Endpoint → how many leading `keys` belong to requests in flight there, where it is at least one; other routers' included.
@@ -170,17 +217,29 @@ class LoadBook:
         requests = account.requests + others.requests
         prefill_tokens = account.prefill_tokens + others.prefill_tokens
         blocks = self._index.size(account.slot) + others.blocks
-        report = account.report
-        if report is None or now - report.at > self._report_fresh_s:
-            return Load(requests, prefill_tokens, blocks, account.last_assigned)
+        work, report = account.work, account.report
+        work.settle(now)
+        running = waiting = kv_usage = None
+        unknown = 0.0
+        if report is not None and now - report.at <= self._report_fresh_s:
+            running, waiting, kv_usage = report.running, report.waiting, report.kv_usage
+            if waiting and now - report.changed_at <= REPORT_MOVES_S:
+                unknown = min(waiting, max(0, waiting + (running or 0) - requests)) * work.prompt_tokens
         return Load(
             requests,
             prefill_tokens,
             blocks,
             account.last_assigned,
-            report.running,
-            report.waiting,
-            report.kv_usage,
+            running,
+            waiting,
+            kv_usage,
+            work.done(now) if prefill_tokens else 0.0,
+            unknown,
+            work.s_per_token,
+            work.busy(now),
+            work.generated(now) if work.decoding else 0.0,
+            work.residence_s,
+            account.untimed + work.computing,
         )
 
     def own(self, endpoint: Endpoint) -> Carried:
@@ -191,6 +250,15 @@ class LoadBook:
         """
         account = self._accounts.get(endpoint)
         return NOTHING if account is None else Carried(account.requests, account.prefill_tokens, self._index.size(account.slot))
+
+    def assigned(self, endpoint: Endpoint) -> int:
+        """Requests that this router has counted on `endpoint` since it joined. Runtime complexity: O(1).
+
+        >>> LoadBook().assigned(Endpoint("http://a:8000"))
+        0
+        """
+        account = self._accounts.get(endpoint)
+        return 0 if account is None else account.assigned
 
     def carried(self) -> Iterator[tuple[Endpoint, Carried]]:
         """The same of every endpoint that has anything in flight, for other routers to hear. Runtime complexity: O(endpoints)."""
@@ -207,7 +275,12 @@ class LoadBook:
         >>> book.load(engine, now=110.0).running, book.load(engine, now=120.0).running
         (3, None)
         """
-        self._account(endpoint).report = _Report(running, waiting, kv_usage, now)
+        account = self._account(endpoint)
+        before = account.report
+        changed_at = (
+            now if before is not None and before[:3] != (running, waiting, kv_usage) else before.changed_at if before else -math.inf
+        )
+        account.report = _Report(running, waiting, kv_usage, now, changed_at)
 
     def forget(self, endpoint: Endpoint) -> None:
         """`endpoint` has left: nothing of it counts any more, and releasing what was reserved there does nothing.
@@ -260,7 +333,7 @@ class LoadBook:
             else:
                 shared[key] = holders - 1
             depth += 1
-        self._index.remove(account.slot, keys[depth:])
+        self._index.remove(account.slot, pack_keys(keys[depth:]))
 
     def _check(self) -> None:
         """Raise AssertionError unless all invariants hold. Runtime complexity: O(everything)."""
@@ -271,8 +344,9 @@ class LoadBook:
             assert not account.forgotten
             assert account.requests >= 0
             assert account.prefill_tokens >= 0
+            assert 0 <= account.untimed + account.work.computing <= account.requests
             assert account.requests > 1 or not account.shared, "a block shared by nobody"
             assert account.requests > 0 or (account.prefill_tokens == 0 and not self._index.size(account.slot)), "counts left behind"
             assert all(0 < holders < account.requests for holders in account.shared.values())
-            assert all(self._index.extent(account.slot, [key], 0) for key in account.shared)
+            assert all(self._index._holds(account.slot, key) for key in account.shared)  # noqa: SLF001 - as above
             assert 0 <= account.last_assigned <= self._assigned

@@ -43,6 +43,11 @@ CACHE_KNOWN_WITHIN_S: Final = 5.0
 POLL_S: Final = 0.02
 PARITY_TIMEOUT_S: Final = 10.0
 
+COMPUTES_AGAIN: Final = (
+    "it is handed prompts and computes them itself, by its own count: was it started with the --kv-transfer-config of a decode engine, and "
+    "can it reach the prefill engine?"
+)
+
 log = logging.getLogger(__name__)
 
 
@@ -142,6 +147,16 @@ class Membership:
             if endpoint.rank in load:
                 reported = load[endpoint.rank]
                 self._load.report(endpoint, reported.running, reported.waiting, reported.kv_usage, now)
+                if reported.work is not None and (tokens := self._pairing.reported(endpoint, reported.work)) is not None:
+                    event(
+                        log,
+                        logging.WARNING,
+                        "prompts computed twice",
+                        engine=engine_id,
+                        rank=endpoint.rank,
+                        tokens=tokens,
+                        reason=COMPUTES_AGAIN,
+                    )
 
     def busy(self, engine_id: str) -> bool:
         """Whether requests of ours are in flight there."""

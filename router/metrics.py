@@ -6,6 +6,7 @@ Counters and histograms are fed on the request path; gauges are read off the roo
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
@@ -21,9 +22,22 @@ from router.tally import Count, Distribution
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
+ITL_BUCKETS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
+LENGTH_BUCKETS: Final = tuple(2**exponent for exponent in range(4, 21))
+"""16 tokens to a million."""
 TTFT_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 WAIT_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 DURATION_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Phase(enum.StrEnum):
+    """Where a request was when its client left. A closed list: metrics rely on it."""
+
+    TOKENIZING = "tokenizing"
+    QUEUED = "queued"
+    UNANSWERED = "before_first_token"
+    STREAMING = "streaming"
+
 
 ROUTES: Final = {path: route.path for path, route in INFERENCE.items()}
 REASONS: Final = {reason: reason.value for reason in Reason}
@@ -64,6 +78,11 @@ class Metrics:
         self._ttft = Distribution(
             "router_time_to_first_token_seconds", "From the request's last byte to the first token of a streamed answer.", TTFT_BUCKETS_S
         )
+        self._itl = Distribution(
+            "router_inter_token_latency_seconds",
+            "Mean time between the tokens of a streamed answer, once for each: by its usage, or by its pieces where it tells none.",
+            ITL_BUCKETS_S,
+        )
         self._duration = Distribution(
             "router_request_duration_seconds", "From the request's last byte to the answer's.", DURATION_BUCKETS_S
         )
@@ -83,7 +102,16 @@ class Metrics:
         self._prompt_tokens = Count("router_prompt_tokens", "Prompt tokens of requests whose prompts were read.")
         self._overlap_tokens = Count("router_overlap_tokens", "Prompt tokens believed cached on the engine chosen.")
         self._cached_tokens = Count("router_engine_cached_tokens", "Prompt tokens from cache, as engines report them in usage.")
-        self.registry.register(_Tallies([tally for tally in vars(self).values() if isinstance(tally, Count | Distribution)]))
+        self._regret_tokens = Count(
+            "router_overlap_regret_tokens",
+            "Prompt tokens cached on the best engine that could be chosen and not on the one chosen, for its load.",
+        )
+        self._input = Distribution("router_input_tokens", "Lengths of prompts that were read.", LENGTH_BUCKETS)
+        self._output = Distribution("router_output_tokens", "Lengths of answers, where usage tells.", LENGTH_BUCKETS)
+        self._cancelled = Count("router_cancellations", "Requests whose clients left, by how far they were.", ("phase",))
+        self._cancelled.start(*((phase.value,) for phase in Phase))
+        self.tallies = tuple(tally for tally in vars(self).values() if isinstance(tally, Count | Distribution))
+        self.registry.register(_Tallies(self.tallies))
 
     def read_from(self, read: Callable[[], Iterable[Reading]]) -> None:
         """Add families whose values are read when the page is asked for."""
@@ -114,6 +142,11 @@ class Metrics:
     def transfer_failed(self) -> None:
         """One has not arrived."""
         self._transfers.add(("failed",))
+
+    @property
+    def transfers(self) -> dict[str, int]:
+        """Handovers of KV so far, by outcome."""
+        return {outcome: int(count) for (outcome,), count in self._transfers.values.items()}
 
     def stranded(self) -> None:
         """A prompt has been computed, and nobody fetches it: the prefill engine keeps it until its lease ends."""
@@ -152,15 +185,31 @@ class Metrics:
         self._requests.add((ROUTES.get(route, "other"), str(status)))
         self._duration.add(seconds)
 
-    def prompt(self, tokens: int, overlap: int) -> None:
-        """A prompt was sent to an engine that is believed to have `overlap` of its tokens."""
+    def prompt(self, tokens: int, overlap: int, regret: int) -> None:
+        """A prompt was sent to an engine that is believed to have `overlap` of its tokens, `regret` fewer than another one that was eligible."""
         if tokens:
             self._prompt_tokens.add(amount=tokens)
             self._overlap_tokens.add(amount=overlap)
+            self._input.add(tokens)
+            if regret:
+                self._regret_tokens.add(amount=regret)
 
     def cached(self, tokens: int) -> None:
         """What the engine says it had."""
         self._cached_tokens.add(amount=tokens)
+
+    def generated(self, tokens: int) -> None:
+        """How long an answer was."""
+        self._output.add(tokens)
+
+    def streamed(self, seconds: float, gaps: int) -> None:
+        """From a stream's first token to its end, `gaps` others having followed."""
+        if gaps > 0:
+            self._itl.add(seconds / gaps)
+
+    def cancelled(self, phase: Phase) -> None:
+        """A client has left."""
+        self._cancelled.add((phase.value,))
 
     def page(self) -> bytes:
         """The metrics page."""

@@ -84,6 +84,11 @@ class ApiBody(ChatFields, kw_only=True):
         return not (isinstance(self.add_special_tokens, Raw) and bytes(self.add_special_tokens) == b"false")
 
     @property
+    def streams(self) -> bool:
+        """Whether the answer is to come token by token."""
+        return isinstance(self.stream, Raw) and bytes(self.stream) == b"true"
+
+    @property
     def session(self) -> str | None:
         """The end user's id, where the client gives one."""
         return None if self.user is UNSET else _string(self.user)

@@ -27,7 +27,6 @@ from engines.handover import (
     prefill_leg,
     prefill_leg_as_asked,
 )
-from engines.types import Connector
 from router.disagg import Facts
 from router.legs import PrefillLeg, Proof
 from router.retry import Answered, Attempt
@@ -35,11 +34,13 @@ from router.token_ids import Outcome, is_only_ids, judged
 
 if TYPE_CHECKING:
     from router.chooser import Choice, Chooser
+    from router.entrance import Place
     from router.forward import Line
-    from router.gate import Place
     from router.metrics import Metrics
+    from router.pairing import Awaited
     from router.prompts.book import PromptBook
     from router.relay import Relay
+    from router.sse import Usage
     from router.upstream import EngineConnection
 
 LEASE_USED: Final = 2 / 3
@@ -108,6 +109,8 @@ class _Legs:
         self._ids = _certain_ids(place.choice, sender.prompts)
         self._streams = bytes(place.choice.asked.fields().get("stream", b"")) == b"true"
         self._began = self._decode_began = sender.clock()
+        self._fetched_before: int | None = None
+        self._awaited: Awaited | None = None
 
     async def run(self, body: bytes) -> Setback | None:
         """Both, in the order that the handshake asks for; see `PairSender.send`."""
@@ -181,6 +184,7 @@ class _Legs:
     def close(self) -> None:
         """Nobody wants what has not come yet."""
         self._relay.exchange.flow = None
+        self._through()
         if self._timer is not None:
             self._timer.cancel()
         for connection, sink in self._open:
@@ -203,8 +207,7 @@ class _Legs:
         connection = await self._connection(self._there)
         self._began = self._sender.clock()
         self._open.append((connection, self._leg))
-        rank = None if self._prefill.member.info.connector is Connector.ROOMS else self._prefill.endpoint.rank  # the room's number tells it
-        connection.send(self._there.request(self._relay.exchange, body, rank, path=path), self._leg)
+        connection.send(self._there.request(self._relay.exchange, body, self._prefill.endpoint.rank, path=path), self._leg)
 
     def _ask_decode(self, connection: EngineConnection, body: bytes, told: Mapping[str, object]) -> None:
         fields = msgspec.json.decode(body, type=dict[str, Raw])
@@ -212,6 +215,10 @@ class _Legs:
             decode_leg_as_asked(fields, told) if self._ids is None else decode_leg(self._choice.member.info.kind, self._ids, fields, told)
         )
         self._decode_began = self._sender.clock()
+        pairing = self._sender.chooser.pairing
+        self._fetched_before = pairing.fetched(self._choice.endpoint)
+        if self._streams:
+            self._awaited = pairing.awaits(self._pair, self._facts, self._decode_began)
         self._open.append((connection, self._proof))
         self._relay.exchange.flow = connection
         connection.send(self._here.request(self._relay.exchange, body, self._choice.endpoint.rank), self._proof)
@@ -243,19 +250,46 @@ class _Legs:
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._proof.fail, why)
 
     def _first_token(self) -> None:
-        """The KV cache has arrived. Where both legs went out at once, the transfer overlaps the prefill and is timed with it."""
-        now, pairing, facts = self._sender.clock(), self._sender.chooser.pairing, self._facts
-        seconds = now - self._decode_began
-        if not self._sender.chooser.stays(self._choice):
-            pass
-        elif self._handshake.at_once:
-            pairing.prefilled(self._pair, facts.queued_at_prefill + facts.new_at_prefill, now - self._began, now)
-            pairing.transferred(self._pair, facts.carried, 0.0, now)
-        elif (slow := pairing.transferred(self._pair, facts.carried, seconds, now)) is not None:
-            event(log, logging.WARNING, "slow KV transfers", prefill=str(self._pair[0]), decode=str(self._pair[1]), found=str(slow))
-        self._sender.metrics.transfer_took(seconds)
+        """The KV cache has arrived."""
+        now = self._sender.clock()
+        self._through()
+        self._handed()
+        self._arrived(now)
+        self._sender.metrics.transfer_took(now - self._decode_began)
         if self._choice.split is not None and self._choice.split.remote_s is not None:
             self._sender.metrics.remote_prefill_took(now - self._began, self._choice.split.remote_s)
+
+    def _whole(self, usage: Usage) -> None:
+        """So it had, of an answer that came whole: when, can only be reckoned from the pace of its tokens."""
+        self._handed()
+        whole_s = self._sender.clock() - self._decode_began
+        first_s = self._sender.chooser.pairing.until_first(self._choice.endpoint, whole_s, usage.completion_tokens)
+        if first_s is None:
+            self._sender.chooser.pairing.untold(self._pair, self._facts)
+        else:
+            self._arrived(self._decode_began + first_s, rough=True)
+
+    def _through(self) -> None:
+        """Nothing is under way any more."""
+        if self._awaited is not None:
+            self._sender.chooser.pairing.came(self._awaited)
+
+    def _handed(self) -> None:
+        """Decode goes on from it, or seems to. Of less than two blocks, it may rightly say that it fetched nothing."""
+        new, chooser = self._facts.new_at_decode, self._sender.chooser
+        if new >= 2 * self._choice.decision.chosen.block_size and chooser.stays(self._choice):
+            chooser.pairing.handed(self._choice.endpoint, new, self._fetched_before)
+
+    def _arrived(self, at: float, *, rough: bool = False) -> None:
+        """Where both legs went out at once, the transfer overlaps the prefill and is timed with it."""
+        pairing, facts = self._sender.chooser.pairing, self._facts
+        if not self._sender.chooser.stays(self._choice):
+            return
+        if self._handshake.at_once:
+            pairing.prefilled(self._pair, facts.queued_at_prefill + facts.new_at_prefill, at - self._began, at, rough=rough)
+            pairing.transferred(self._pair, facts, 0.0, at, rough=rough)
+        elif (slow := pairing.transferred(self._pair, facts, at - self._decode_began, at, rough=rough)) is not None:
+            event(log, logging.WARNING, "slow KV transfers", prefill=str(self._pair[0]), decode=str(self._pair[1]), found=str(slow))
 
     def _prefill_failed(self) -> Setback:
         leg = self._leg
@@ -270,6 +304,8 @@ class _Legs:
             return self._setback(self._choice, self._relay.error)
         if self._relay.accepted:
             self._sender.metrics.transferred(self._facts.carried)
+            if not self._streams and self._relay.usage is not None:
+                self._whole(self._relay.usage)
         return None
 
     def _transfer_failed(self, why: str) -> Setback:

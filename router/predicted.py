@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from router.index import ALL, common_length
+from router.index import ALL
 
 TTL_S = 120.0
 ASSUMED_BLOCKS = 8192
@@ -72,7 +72,7 @@ class _Memory:
             if stretch is None:
                 stretch = table[keys[depth]] = _Stretch(keys[depth:], expiry)
                 self.blocks += end - depth
-            length = common_length(stretch.keys, 0, keys, depth)
+            length = _common_length(stretch.keys, 0, keys, depth)
             if length < len(stretch.keys):
                 stretch = self._part(stretch, length)
             used.append(stretch)
@@ -116,7 +116,7 @@ class _Memory:
             stretch = table.get(keys[depth])
             if stretch is None:
                 return
-            length = common_length(stretch.keys, 0, keys, depth)
+            length = _common_length(stretch.keys, 0, keys, depth)
             depth += length
             yield depth, stretch.expiry
             if length < len(stretch.keys):
@@ -263,3 +263,19 @@ class PredictedBlocks:
             assert len(set(keys)) == len(keys)
             expiries = [stretch.expiry for stretch in memory.order]
             assert expiries == sorted(expiries)
+
+
+def _common_length(run: list[int], offset: int, keys: list[int], start: int) -> int:
+    """How many keys from `run[offset]` and from `keys[start]` on are the same; at least 1, which the caller knows."""
+    length = min(len(run) - offset, len(keys) - start)
+    if run[offset : offset + length] == keys[start : start + length]:
+        return length
+    low = 1
+    high = length - 1
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if run[offset + low : offset + middle] == keys[start + low : start + middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

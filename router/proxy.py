@@ -19,27 +19,39 @@ from engines import vllm
 from engines.errors import EngineBroken, EngineClosed, EngineConnectTimeout, EngineError, EngineTimeout, EngineUnreachable
 from router import openai, stored
 from router.admission import Reason, Shed
-from router.gate import Visit
-from router.metrics import REASONS, ROUTES
+from router.entrance import Visit
+from router.metrics import REASONS, ROUTES, Phase
+from router.observing import Observed
 from router.pair import PairSender, Setback
 from router.relay import Relay
 from router.resumption import COMPLETED, Resumption
 from router.retry import Answered, Attempt, End, Next, Verdict, judge
 from router.routes import INFERENCE
+from router.scheduling.explain import regret
 from router.scheduling.scheduler import NoCandidate, PolicyError
+from router.scheduling.types import Reason as Why
+from router.spans import Times
 from router.token_ids import Ids, Outcome, with_ids
+from router.ui.recent import MAX_FAILURE_CHARS, Ended
 
 if TYPE_CHECKING:
     from router.chooser import Choice, Chooser
+    from router.entrance import Place
     from router.exchange import Exchange, Headers
     from router.forward import Line
-    from router.gate import Gate, Place
+    from router.gate import Gate
     from router.intake import Asked, Intake
+    from router.load import Reservation
     from router.metrics import Metrics
     from router.prompts.book import PromptBook
+    from router.scheduling.types import Decision
+    from router.spans import Exporter
+    from router.ui.recent import Recent
 
 CLIENT_LEFT: Final = 499
 """What a request is logged as whose client left; never sent to anybody."""
+MAX_EXPLAINED: Final = 16
+"""Endpoints whose costs fit in a header; `POST /route` tells of all."""
 TIMEOUT_SETTINGS: Final = {
     "connect": "connect_timeout_s",
     "response head": "response_head_timeout_s",
@@ -47,23 +59,45 @@ TIMEOUT_SETTINGS: Final = {
 }
 """The setting that each stage's time comes from."""
 
+_LONGER_ELSEWHERE: Final = frozenset({Why.OUTWEIGHED, Why.SAMPLED})
+
 log = logging.getLogger(__name__)
 
 
 class Trip:
     """What there will be to say about a request at its end."""
 
-    __slots__ = ("asked", "choice", "failure", "first_token_at", "ids", "left", "relay", "resumption", "sent_at", "started", "tries")
+    __slots__ = (
+        "asked",
+        "choice",
+        "chosen_at",
+        "failure",
+        "first_token_at",
+        "ids",
+        "left",
+        "read_at",
+        "relay",
+        "reservation",
+        "resumption",
+        "sent_at",
+        "started",
+        "tries",
+    )
 
     def __init__(self, started: float) -> None:
         self.started = self.sent_at = started
         self.asked: Asked | None = None
         self.choice: Choice | None = None
         """The latest one."""
+        self.reservation: Reservation | None = None
+        """Its place at the engine."""
         self.relay: Relay | None = None
         self.resumption: Resumption | None = None
         """Where streams may go on on another engine."""
         self.first_token_at: float | None = None
+        self.read_at: float | None = None
+        """When its prompt had been read: noted where traces are told."""
+        self.chosen_at: float | None = None
         self.tries = 0
         self.ids: Outcome | None = None
         """What became of the prompt's token ids in the last try, where they may be forwarded."""
@@ -122,10 +156,14 @@ class Proxy:
         clock: Callable[[], float],
         resumes: int = 0,
         prompts: PromptBook | None = None,
+        observed: Observed | None = None,
+        spans: Exporter | None = None,
+        recent: Recent | None = None,
     ) -> None:
         """`suspect` is told the id of an engine that failed to answer. `resumes`: how often a stream may go on on another one.
 
-        `prompts`: how the token ids were made that engines are to be given; None: they make their own.
+        `prompts`: how the token ids were made that engines are to be given; None: they make their own. `spans` is told of traces, and
+        `recent` of each request that ends, where somebody may look.
         """
         self._intake = intake
         self._chooser = chooser
@@ -138,12 +176,18 @@ class Proxy:
         self._clock = clock
         self._resumes = resumes
         self._prompts = prompts
+        self._observed = Observed() if observed is None else observed
+        self._spans = spans
+        self._recent = recent
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request, whatever happens, and say one line about it."""
         trip = Trip(self._clock())
         try:
             trip.asked = await self._intake.read(INFERENCE[exchange.path], _asking(exchange), exchange.headers)
+            self._observed.arrived(trip.asked.request.model, trip.asked.request.prompt_tokens)
+            if self._spans is not None:
+                trip.read_at = self._clock()
             await self._try_engines(exchange, trip, trip.asked)
         except asyncio.CancelledError:
             trip.left = exchange.client_left
@@ -153,6 +197,9 @@ class Proxy:
         except openai.BadBody as error:
             trip.failure = error.logged
             exchange.error(error.status, str(error))
+        except Shed as nowhere:  # its model's first engine did not come in time
+            trip.failure = str(nowhere)
+            self._give_up(exchange, nowhere, trip, Tries())
         except PolicyError as error:
             trip.failure = str(error)
             if exchange.started:
@@ -209,10 +256,18 @@ class Proxy:
         choice, sent_at = place.choice, self._clock()
 
         def first_token() -> None:
-            trip.first_token_at = trip.first_token_at or self._clock()
+            if trip.first_token_at is None:
+                trip.first_token_at = self._clock()
+                if trip.relay is not None and trip.relay.streamed:
+                    self._observed.first_token(choice.asked.request.model, trip.first_token_at - trip.started)
             self._chooser.first_token(choice, place.reservation, sent_at, streamed=trip.relay is not None and trip.relay.streamed)
 
+        if not trip.tries:
+            trip.chosen_at = sent_at
         trip.tries += 1
+        if trip.tries == 1:
+            self._observed.admitted(choice.asked.request.model, sent_at - trip.started)
+        trip.reservation = place.reservation
         explained = _explain_headers(choice) if exchange.header(b"x-commutator-explain") == b"1" else []
         relay, body = self._relay(exchange, trip, choice, explained, first_token)
         trip.relay, trip.sent_at = relay, sent_at
@@ -303,6 +358,7 @@ class Proxy:
         engine = choice.endpoint.engine
         if verdict.cool_down_s is not None:
             self._chooser.refused(choice, verdict.cool_down_s)
+        choice.member.failures[verdict.code or str(verdict.status)] += 1
         if verdict.blames_engine:
             line = self._lines.get(engine)
             lost = isinstance(attempt.failure, EngineUnreachable | EngineClosed | EngineBroken)
@@ -320,6 +376,8 @@ class Proxy:
 
     def _give_up(self, exchange: Exchange, nowhere: NoCandidate | Shed, trip: Trip, tries: Tries) -> None:
         """No engine will answer: give the client the most telling failure there was."""
+        if trip.asked is not None:
+            self._observed.shed(trip.asked.request.model)
         if exchange.started and trip.resumption is not None:
             self._metrics.broke_off("no_engine")
             trip.resumption.give_up(trip.relay, EngineBroken(f"{trip.failure}; {nowhere}"))
@@ -338,6 +396,8 @@ class Proxy:
         now = self._clock()
         status = CLIENT_LEFT if trip.left else exchange.status
         self._metrics.ended(exchange.path, status, now - trip.started)
+        if trip.left:
+            self._metrics.cancelled(_phase(trip))
         fields: dict[str, object] = {"path": ROUTES[exchange.path], "status": status, "duration_s": round(now - trip.started, 6)}
         if exchange.trace is not None:
             fields |= exchange.trace.fields
@@ -352,10 +412,36 @@ class Proxy:
         if trip.first_token_at is not None:
             fields["ttft_s"] = round(trip.first_token_at - trip.started, 6)
         if trip.relay is not None:
-            self._conclude_answer(trip, trip.relay, fields)
+            self._conclude_answer(trip, trip.relay, now, fields)
         if trip.failure:
             fields["failure"] = trip.failure
         event(log, logging.INFO, "request", **fields)
+        self._observe(trip, now)
+        self._tell(exchange, trip, now, fields)
+
+    def _observe(self, trip: Trip, now: float) -> None:
+        """Count for planners what the client saw."""
+        if trip.asked is None:
+            return
+        model, relay, began = trip.asked.request.model, trip.relay, trip.first_token_at
+        if trip.choice is not None and trip.asked.request.prompt_tokens:
+            self._observed.prompt(model, trip.asked.request.prompt_tokens, trip.choice.overlap_tokens)
+        if relay is None or began is None:
+            return
+        if not (trip.failure or trip.left):
+            whole = relay.usage is not None and (trip.resumption is None or not trip.resumption.times)
+            tokens = relay.usage.completion_tokens if relay.usage is not None and whole else 0
+            self._observed.finished(model, tokens, now - began if relay.streamed else None)
+
+    def _tell(self, exchange: Exchange, trip: Trip, now: float, fields: dict[str, object]) -> None:
+        """Hand what is known of the request to whoever asked for it; `fields` are those of the log's line."""
+        if self._spans is not None and exchange.trace is not None:
+            sent_at = trip.sent_at if trip.tries else None
+            times = Times(trip.started, trip.read_at, trip.chosen_at, sent_at, trip.first_token_at, now)
+            self._spans.tell(exchange.trace, times, fields, trip.failure or ("the client left" if trip.left else ""))
+        if self._recent is not None:
+            status = CLIENT_LEFT if trip.left else exchange.status
+            self._recent.ended(_ended(trip, ROUTES[exchange.path], status, now))
 
     def _conclude_choice(self, trip: Trip, choice: Choice, fields: dict[str, object]) -> None:
         """Count where the request went, and add it to the line."""
@@ -373,25 +459,73 @@ class Proxy:
         if choice.split is not None:
             fields |= _split_fields(choice)
             self._metrics.prefilled(choice.split)
-        self._metrics.prompt(choice.asked.request.prompt_tokens, overlap_tokens)
+        lost = regret(decision.candidates, decision.position) if decision.reason in _LONGER_ELSEWHERE else 0
+        self._metrics.prompt(choice.asked.request.prompt_tokens, overlap_tokens, lost)
 
-    def _conclude_answer(self, trip: Trip, relay: Relay, fields: dict[str, object]) -> None:
+    def _conclude_answer(self, trip: Trip, relay: Relay, now: float, fields: dict[str, object]) -> None:
         """Count what the engine's answer said of itself, and add it to the line."""
+        usage = relay.usage
         if trip.first_token_at is not None and relay.streamed:
             self._metrics.first_token(trip.first_token_at - trip.started)
-        usage = relay.usage
+            whole = usage is not None and usage.completion_tokens and not trip.left
+            self._metrics.streamed(
+                now - trip.first_token_at, (usage.completion_tokens if usage is not None and whole else relay.pieces) - 1
+            )
+        if trip.reservation is not None and not trip.failure and not trip.left:
+            self._chooser.answered(trip.reservation, usage.completion_tokens if usage is not None else relay.pieces)
         if usage is not None:
+            self._metrics.generated(usage.completion_tokens)
             fields["completion_tokens"], fields["cached_tokens"] = usage.completion_tokens, usage.cached_tokens
             self._metrics.cached(usage.cached_tokens or 0)
             if trip.choice is not None and not (trip.failure or (trip.resumption is not None and trip.resumption.times)):
-                self._chooser.ended(trip.choice, usage, trip.sent_at)
+                self._chooser.ended(trip.choice, usage, trip.sent_at, streamed=relay.streamed)
         if relay.stream_failed:
             trip.failure = trip.failure or "the engine reported an error in its stream"
+
+
+def _phase(trip: Trip) -> Phase:
+    """How far a request is whose client leaves now."""
+    if trip.asked is None:
+        return Phase.TOKENIZING
+    if trip.relay is None:
+        return Phase.QUEUED
+    return Phase.UNANSWERED if trip.first_token_at is None else Phase.STREAMING
 
 
 def _asking(exchange: Exchange) -> bytes:
     """The body that says what is asked. A WebSocket has none; it may name its model in the query."""
     return openai.body_of_query(exchange.query) if exchange.upgrade else exchange.body
+
+
+def _ended(trip: Trip, path: str, status: int, now: float) -> Ended:
+    """A request as it is remembered for a while; of what was asked and answered, only the numbers."""
+    choice, relay = trip.choice, trip.relay
+    prefill = choice.prefill if choice is not None else None
+    usage = relay.usage if relay is not None else None
+    ttft_s = itl_s = None
+    if trip.first_token_at is not None and relay is not None and relay.streamed:
+        ttft_s = trip.first_token_at - trip.started
+        gaps = (usage.completion_tokens if usage is not None and usage.completion_tokens else relay.pieces) - 1
+        resumed = trip.resumption is not None and trip.resumption.times
+        itl_s = (now - trip.first_token_at) / gaps if gaps > 0 and not (trip.left or trip.failure or resumed) else None
+    return Ended(
+        at=now,
+        path=path,
+        status=status,
+        duration_s=now - trip.started,
+        model=choice.asked.request.model if choice is not None else "",
+        prompt_tokens=choice.asked.request.prompt_tokens if choice is not None else 0,
+        overlap_tokens=choice.overlap_tokens if choice is not None else 0,
+        decision=choice.decision if choice is not None else None,
+        split=choice.split if choice is not None else None,
+        prefill=prefill.decision if prefill is not None else None,
+        ttft_s=ttft_s,
+        itl_s=itl_s,
+        completion_tokens=usage.completion_tokens if usage is not None else None,
+        cached_tokens=usage.cached_tokens if usage is not None else None,
+        tries=trip.tries,
+        failure=trip.failure[:MAX_FAILURE_CHARS],
+    )
 
 
 def _split_fields(choice: Choice) -> dict[str, object]:
@@ -420,4 +554,15 @@ def _explain_headers(choice: Choice) -> Headers:
         told["prefill-reason"] = choice.split.why.value
     if choice.prefill is not None:
         told |= {"prefill-engine": choice.prefill.endpoint.engine, "prefill-overlap-tokens": choice.prefill.overlap_tokens}
+    told["costs"] = _costs(decision)
     return [(b"x-commutator-" + name.encode(), str(value).encode()) for name, value in told.items()]
+
+
+def _costs(decision: Decision) -> str:
+    """What the cheapest endpoints would have cost, each with the parts of it: `http://e1:8000#0=0.31 (own_prefill=0.3 decoding=0.01), …`."""
+    parts = decision.parts() or [{}] * len(decision.costs)
+    told = []
+    for scored, part in sorted(zip(decision.scores, parts, strict=True), key=lambda one: one[0].cost)[:MAX_EXPLAINED]:
+        within = " ".join(f"{name}={value:.6g}" for name, value in part.items())
+        told.append(f"{scored.candidate.endpoint}={scored.cost:.6g}" + (f" ({within})" if within else ""))
+    return ", ".join(told)

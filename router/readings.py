@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Final
 
 from discovery.readings import ENDPOINT, of_bus, of_relay
 from discovery.signal import SignalState
+from discovery.sources.finder import of_finder
 from engines.types import Tier
 
 if TYPE_CHECKING:
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
     from discovery.peers import Peers
     from discovery.readings import Reading
     from discovery.relay import Relay
+    from discovery.sources.finder import Finder
     from engines.types import Endpoint
     from router.caches import Caches
     from router.calibration import Calibration
@@ -24,6 +29,19 @@ if TYPE_CHECKING:
     from router.load import LoadBook
     from router.pairing import Pairing
     from router.server import Server
+    from router.spans import Exporter
+
+
+VERSION: Final = version("commutator")
+
+
+def _process() -> Iterator[Reading]:
+    """What the system says of this process, under the names that `prometheus-client` has for it; it reads files for them."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    yield "process_cpu_seconds_total", "User and system time of the router.", (), [((), used.ru_utime + used.ru_stime)]
+    yield "process_max_fds", "Sockets and files it may have open.", (), [((), float(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))]
+    peak = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    yield "process_peak_resident_memory_bytes", "Most memory it has had resident.", (), [((), float(peak))]
 
 
 class Readings:
@@ -44,6 +62,8 @@ class Readings:
         server: Server,
         gate: Gate,
         peers: Peers | None,
+        spans: Exporter | None = None,
+        finder: Finder,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
@@ -58,6 +78,8 @@ class Readings:
         self._server = server
         self._gate = gate
         self._peers = peers
+        self._spans = spans
+        self._finder = finder
         self._clock = clock
 
     def __call__(self) -> Iterator[Reading]:
@@ -73,6 +95,11 @@ class Readings:
         yield "router_index_blocks", "Entries in the prefix tables that KV events fill.", (), [((), self._caches.indexed)]
         yield "router_index_bytes", "Memory of all prefix tables, estimated.", (), [((), self._caches.memory_bytes())]
         yield "router_index_refused_total", "Blocks not taken in because a table was full.", (), [((), self._caches.refused)]
+        yield "router_build_info", "1, with the router's version.", ("version",), [((VERSION,), 1.0)]
+        spans = self._spans
+        told = [] if spans is None else [(("sent",), float(spans.sent)), (("dropped",), float(spans.dropped))]
+        yield "router_spans_total", "Spans of traces, by whether the collector took them.", ("outcome",), told
+        yield from _process()
         yield "router_connections", "Client connections open.", (), [((), len(self._server.connections))]
         yield "router_in_progress", "Requests being handled.", (), [((), self._server.in_progress)]
         yield "router_stalled_clients_total", "Clients dropped that took nothing of their answers.", (), [((), self._server.stalled)]
@@ -80,10 +107,22 @@ class Readings:
         yield "router_refused_requests_total", "Requests answered before they were whole or valid HTTP.", ("status",), refusals
 
     def _engines(self, now: float) -> Iterator[Reading]:
+        info = []
+        failures = []
         states = []
         for member in self._fleet.members.values():
+            known = member.info
+            info.append(((known.id, known.kind.value, known.version, known.role.value, str(known.block_size or "")), 1.0))
+            failures += [((known.id, failure), float(count)) for failure, count in member.failures.items()]
             rejection = member.rejection(now)
             states.append(((member.info.id, rejection.value if rejection else "serving" if member.serving else "joining"), 1.0))
+        yield (
+            "router_engine_info",
+            "1, with what each engine is.",
+            ("engine", "kind", "version", "role", "block_size"),
+            info,
+        )
+        yield "router_engine_failures_total", "Attempts at an engine that failed, by what failed.", ("engine", "failure"), failures
         yield "router_engine_state", "1 for the state each engine is in.", ("engine", "state"), states
         pushed = [
             ((engine, outcome), float(count))
@@ -108,7 +147,15 @@ class Readings:
                 for state in SignalState
             ],
         )
+        reports = [self._load.load(endpoint, now) for endpoint in endpoints]
+        for name, text, told in (
+            ("router_engine_running_requests", "Requests that an endpoint says it runs.", [load.running for load in reports]),
+            ("router_engine_waiting_requests", "Requests that an endpoint says wait there.", [load.waiting for load in reports]),
+            ("router_engine_kv_usage_ratio", "KV cache in use, as an endpoint says.", [load.kv_usage for load in reports]),
+        ):
+            yield name, text, ENDPOINT, [(label, float(value)) for label, value in zip(labels, told, strict=True) if value is not None]
         for name, text, values in (
+            ("router_endpoint_requests_total", "Requests sent to each endpoint.", [self._load.assigned(e) for e in endpoints]),
             ("router_active_requests", "Requests of this router in flight.", [load.requests for load in loads]),
             ("router_active_prefill_tokens", "Uncached prompt tokens not computed yet.", [load.prefill_tokens for load in loads]),
             ("router_active_blocks", "Distinct blocks of requests in flight.", [load.blocks for load in loads]),
@@ -156,6 +203,10 @@ class Readings:
         slow = [((str(there), str(here)), 1.0) for there, here in self._pairing.slow]
         yield "router_kv_link_slow", "1 for each pair whose handovers take far longer than its link or its peers say.", labels, slow
 
+        again = [((endpoint.engine, str(endpoint.rank)), float(tokens)) for endpoint, tokens in self._pairing.computing_again.items()]
+        text = "Prompt tokens of late, of each decode engine that computes itself what it is handed, by its own count."
+        yield "router_decode_computed_again_tokens", text, ENDPOINT, again
+
     def _events(self) -> Iterator[Reading]:
         yield from of_relay(self._relay)
         copies = {(endpoint.engine, str(endpoint.rank)): counts for endpoint, counts in self._mirror.stats().items()}
@@ -171,3 +222,4 @@ class Readings:
         others = float(0 if self._peers is None else len(self._peers))
         yield "router_peers", "Other routers and relays heard of on the bus.", (), [((), others)]
         yield from of_bus(self._bus, "router")
+        yield from of_finder(self._finder)

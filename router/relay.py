@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
@@ -63,6 +63,9 @@ _TAG: Final = re.compile(r"<[^>]*>")
 class Relay:
     """Sink for one answer; `done` rings when it is over, whatever happened."""
 
+    most_held: ClassVar[int] = MAX_HELD_BYTES
+    """Bytes of an answer that is held; of a longer one only the beginning is kept."""
+
     __slots__ = (
         "_extra_headers",
         "_held",
@@ -79,6 +82,7 @@ class Relay:
         "error",
         "exchange",
         "head_seen",
+        "pieces",
     )
 
     def __init__(self, exchange: Exchange, extra_headers: Headers, on_first_token: Callable[[], None]) -> None:
@@ -88,6 +92,8 @@ class Relay:
         self.accepted = False
         """The answer is the client's, and no other engine will be asked."""
         self.error: EngineError | None = None
+        self.pieces = 0
+        """Of the answer, as the network brought them: of a stream, about one for each token."""
         self._extra_headers = extra_headers
         self._on_first_token = on_first_token
         self._passing = False
@@ -127,6 +133,7 @@ class Relay:
                 self.exchange.flush()
                 return
         self._last = data
+        self.pieces += 1
         self.exchange.write(data, last=last)
         if scanner.feed(data):
             self._first_token()
@@ -167,7 +174,7 @@ class Relay:
             raise AssertionError
         self.accepted = True
         body = b"".join(self._held)
-        if self._held_bytes <= MAX_HELD_BYTES and (head.status < 400 or _is_json(head) or _parses(body, head)):
+        if self._held_bytes <= self.most_held and (head.status < 400 or _is_json(head) or _parses(body, head)):
             self._begin(head, len(body))
             self.exchange.write(body)
             self.exchange.end()
@@ -225,7 +232,7 @@ class Relay:
         return data[:end]
 
     def _hold(self, data: bytes) -> None:
-        if self._held_bytes <= MAX_HELD_BYTES:
+        if self._held_bytes <= self.most_held:
             self._held.append(data)
         self._held_bytes += len(data)
 

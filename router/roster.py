@@ -1,4 +1,4 @@
-"""Which engines should there be? What an operator changes while the router runs: added, drained, removed.
+"""Which engines should there be? What an operator or a source changes while the router runs: added, drained, removed.
 
 add ──▶ followed ──▶ (joins) ──▶ serves ◀──undrain── drained ──▶ nothing new; what it has ends well
                                    └────── remove ─────▶ drained ──▶ nothing left in flight ──▶ followed no more
@@ -57,12 +57,16 @@ class Roster:
         self._followed = followed
         self._fleet = fleet
         self._load = load
-        self._leaving: set[str] = set()
+        self._leaving: dict[str, bool] = {}
+        """Engines that will be removed, and whether they were draining before."""
+        self._found: set[str] = set()
+        """Engines that a source has found: all others are an operator's."""
 
     def add(self, spec: EngineSpec) -> Added:
         """Follow the engine; what was at its URL before, by other words, is gone everywhere. The URL is normalised already."""
         old = self._followed.spec(spec.url)
         if old == spec and spec.url not in self._leaving:
+            self._found.discard(spec.url)
             return Added.SAME
         if old is not None:
             self._forget(spec.url)
@@ -78,6 +82,25 @@ class Roster:
         )
         return outcome
 
+    def follow(self, spec: EngineSpec, source: str) -> None:
+        """A source has found this engine, its URL normalised. One that an operator has named stays as it was named."""
+        old = self._followed.spec(spec.url)
+        if old is not None and spec.url not in self._found:
+            event(log, logging.INFO, "engine found is named already", engine=spec.url, source=source)
+        elif old == spec:
+            if not self._leaving.pop(spec.url, True):
+                self._fleet.undrain(spec.url)
+        else:
+            if old is not None:
+                self._forget(spec.url)
+            self._followed.add(spec)
+            self._found.add(spec.url)
+
+    def release(self, engine_id: str) -> None:
+        """No source knows this engine any more: if it was one's, it drains and is removed."""
+        if engine_id in self._found:
+            self.remove(engine_id, now=False)
+
     def drain(self, engine_id: str) -> None:
         """Nothing new goes there from now on. Raises UnknownEngine."""
         self._must_be_followed(engine_id)
@@ -87,7 +110,7 @@ class Roster:
     def undrain(self, engine_id: str) -> None:
         """It takes requests again, and is not removed. Raises UnknownEngine."""
         self._must_be_followed(engine_id)
-        self._leaving.discard(engine_id)
+        self._leaving.pop(engine_id, None)
         self._fleet.undrain(engine_id)
         event(log, logging.INFO, "engine drains no more", engine=engine_id)
 
@@ -98,11 +121,12 @@ class Roster:
         """
         self._must_be_followed(engine_id)
         if not now and self.in_flight(engine_id):
+            was_draining = self._leaving.get(engine_id, self._fleet.is_draining(engine_id))
             self.drain(engine_id)
-            self._leaving.add(engine_id)
+            self._leaving[engine_id] = was_draining
             return False
         self._forget(engine_id)
-        event(log, logging.INFO, "engine removed by an operator", engine=engine_id)
+        event(log, logging.INFO, "engine removed", engine=engine_id)
         return True
 
     def sweep(self) -> None:
@@ -123,7 +147,8 @@ class Roster:
         self._followed.remove(engine_id)
         self._fleet.forget(engine_id)
         self._fleet.undrain(engine_id)
-        self._leaving.discard(engine_id)
+        self._leaving.pop(engine_id, None)
+        self._found.discard(engine_id)
 
     def _must_be_followed(self, engine_id: str) -> None:
         if self._followed.spec(engine_id) is None:

@@ -27,6 +27,8 @@ from discovery.access import (
 )
 from discovery.config import Complaint
 from discovery.logs import LogFormat, LogLevel
+from discovery.sources import settings as sources
+from discovery.sources.settings import DiscoverSettings
 from engines.types import EngineSpec
 from router.disagg import Mode
 from router.keys import BadKeys, read_keys
@@ -34,6 +36,7 @@ from router.processes.port import SHARES_PORTS
 
 CACHE_BLIND = frozenset({"round-robin", "random", "least-loaded", "power-of-two", "session"})
 """Policies of ours that never look at the cache, so that nothing about prompts or blocks has an effect with them."""
+CACHE_AWARE = frozenset({"kv", "blocks", "threshold"})
 
 Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(ge=0)]
@@ -41,8 +44,8 @@ Text = Annotated[str, Meta(min_length=1)]
 Token = Annotated[str, Meta(pattern=r"^[!-~]{16,}$")]
 
 
-class KvSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The weights of the `kv` policy. Costs are counted in blocks; the lowest wins."""
+class BlocksSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The weights of the `blocks` policy, Dynamo's formula. Costs are counted in blocks; the lowest wins."""
 
     overlap_score_credit: Annotated[Weight, Meta(description="What a block cached on the device takes off the cost of prefilling it.")] = (
         1.0
@@ -94,6 +97,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "`http://h:8000,kv-events=tcp://h:5557,kv-replay=tcp://h:5558,block-size=16,tokenizer=/models/m,api-key=…`. Repeatable."
         ),
     ] = ()
+    discover: DiscoverSettings = DiscoverSettings()
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "0.0.0.0"  # noqa: S104  a router is there to be reached
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")] = 8080
     processes: Annotated[
@@ -153,8 +157,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(
             min_length=1,
-            description="How an engine is chosen: `kv`, `round-robin`, `random`, `least-loaded`, `power-of-two`, `session`, "
-            "or a class of your own, `module:Class`.",
+            description="How an engine is chosen: `kv`, `blocks`, `threshold`, `round-robin`, `random`, `least-loaded`, `power-of-two`, "
+            "`session`, or a class of your own, `module:Class`.",
         ),
     ] = "kv"
     tokenizer: Annotated[
@@ -163,15 +167,15 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router_temperature: Annotated[
         Weight, Meta(description="Above 0, engines are drawn with odds by cost instead of always taking the cheapest.")
     ] = 0.0
-    kv: KvSettings = KvSettings()
+    blocks: BlocksSettings = BlocksSettings()
     admission: AdmissionSettings = AdmissionSettings()
     disagg: Annotated[
         Mode,
         Meta(
-            description="When a decode engine's prompt is computed by a prefill engine: `always`, `never`, `static` (when what it has not "
-            "cached is long, as Dynamo decides it), or `measured` (when that has been faster, transfer included).",
+            description="When a decode engine's prompt is computed by a prefill engine: `measured` (when that has been faster for all whom it "
+            "concerns, transfer included), `always`, `never`, or `static` (when what it has not cached is long, as Dynamo decides it).",
         ),
-    ] = Mode.ALWAYS
+    ] = Mode.MEASURED
     eff_isl_threshold: Annotated[
         int,
         Meta(
@@ -203,7 +207,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=1,
-            description="Distinct cached blocks known at most, for each of device, host and disk; about 100 bytes each. Further ones look "
+            description="Distinct cached blocks known at most, for each of device, host and disk; 10 to 100 bytes each. Further ones look "
             "uncached, and are counted in `router_index_refused_total`.",
         ),
     ] = 20_000_000
@@ -236,17 +240,28 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blind_after_s: Annotated[
         Seconds, Meta(description="An engine that has served prompts this long without publishing a KV event is called blind.")
     ] = 5.0
+    otlp_endpoint: Annotated[
+        Text | None,
+        Meta(
+            description="OpenTelemetry collector that is told the spans of sampled traces, `http://HOST:4318` (OTLP over HTTP). "
+            "Needs `pip install 'commutator[otel]'`."
+        ),
+    ] = None
+    trace_ratio: Annotated[
+        float, Meta(ge=0, le=1, description="Share of requests in no trace of their clients' that begin one here; without it, none do.")
+    ] = 0.0
     log_level: Annotated[LogLevel, Meta(description="Least severity that is logged.")] = "info"
     log_format: Annotated[LogFormat, Meta(description="`auto` is text on a terminal and JSON lines elsewhere.")] = "auto"
 
     def check(self, given: frozenset[str]) -> Iterator[Complaint]:
         """What is wrong in combination; `given` holds the keys that somebody set."""
-        if not self.engine and not self.has_admin:
+        if not self.engine and not self.has_admin and not self.discover.used:
             yield Complaint("engine", "no engine is named; name at least one: --engine http://HOST:PORT")
         for url, count in Counter(spec.url for spec in self.engine).items():
             if count > 1:
                 yield Complaint("engine", f"{url} is named {count} times")
         yield from complaints(self, given)
+        yield from sources.complaints(self.discover, given, nats=self.nats)
         if self.processes > 1 and not SHARES_PORTS:
             yield Complaint("processes", "more than one needs Linux, which alone spreads connections over processes that share a port")
         try:
@@ -257,8 +272,10 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield Complaint("admin_token_file", "`admin_token` is given too; there is one admin token")
         if self.has_admin and self.admin_port == self.port != 0:
             yield Complaint("admin_port", f"{self.admin_port} is `port` too; the admin API has a port of its own")
-        if ":" not in self.policy and self.policy not in CACHE_BLIND | {"kv"}:
-            names = ", ".join(sorted(CACHE_BLIND | {"kv"}))
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            yield Complaint("otlp_endpoint", f"{self.otlp_endpoint!r} must begin with http:// or https://; a collector has 4318 for HTTP")
+        if ":" not in self.policy and self.policy not in CACHE_BLIND | CACHE_AWARE:
+            names = ", ".join(sorted(CACHE_BLIND | CACHE_AWARE))
             yield Complaint("policy", f"{self.policy!r} is unknown: expected one of {names}, or a class of yours as module:Class")
         yield from self._without_effect(given)
 
@@ -274,15 +291,19 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _without_effect(self, given: frozenset[str]) -> Iterator[Complaint]:
         for key in sorted(given):
-            if key.startswith("kv.") and self.policy != "kv":
-                yield Complaint(key, f"has no effect with policy {self.policy!r}; only 'kv' reads it")
+            if key.startswith("blocks.") and self.policy != "blocks":
+                yield Complaint(key, f"has no effect with policy {self.policy!r}; only 'blocks' reads it")
             elif key in ("admin_host", "admin_port") and not self.has_admin:
                 yield Complaint(key, "has no effect without admin_token or admin_token_file: there is no admin API then")
             elif key.startswith("eff_isl_") and self.disagg is not Mode.STATIC:
                 yield Complaint(key, f"has no effect with --disagg {self.disagg}; only 'static' reads it")
+            elif key == "trace_ratio" and self.otlp_endpoint is None:
+                yield Complaint(key, "has no effect without otlp_endpoint")
+            elif key == "without_prefill" and self.without_prefill == "enforce" and self.disagg is Mode.NEVER:
+                yield Complaint(key, "'enforce' forbids decode engines to compute prompts, and --disagg never leaves all prompts to them")
             elif key == "tls_key" and self.tls_cert is None:
                 yield Complaint(key, "has no effect without tls_cert")
             elif key in ("predicted_ttl_s", "tokenizer", "forward_tokens") and self.policy in CACHE_BLIND:
                 yield Complaint(key, f"has no effect with policy {self.policy!r}, which does not look at the cache")
-            elif key == "session_header" and self.policy in CACHE_BLIND - {"session"} | {"kv"}:
+            elif key == "session_header" and self.policy in CACHE_BLIND - {"session"} | CACHE_AWARE:
                 yield Complaint(key, f"has no effect with policy {self.policy!r}; 'session' and policies of your own read it")

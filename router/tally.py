@@ -23,13 +23,13 @@ class Count:
     {('engine_closed',): 3}
     """
 
-    __slots__ = ("_labels", "_name", "_text", "values")
+    __slots__ = ("labels", "name", "text", "values")
 
     def __init__(self, name: str, text: str, labels: tuple[str, ...] = ()) -> None:
         """`name` without `_total`."""
-        self._name = name
-        self._text = text
-        self._labels = labels
+        self.name = name
+        self.text = text
+        self.labels = labels
         self.values: dict[tuple[str, ...], float] = {} if labels else {(): 0}
 
     def add(self, labels: tuple[str, ...] = (), amount: float = 1) -> None:
@@ -43,7 +43,7 @@ class Count:
 
     def collect(self) -> Iterator[Metric]:
         """For the page."""
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        family = CounterMetricFamily(self.name, self.text, labels=self.labels)
         for labels, value in self.values.items():
             family.add_metric(labels, value)
         yield family
@@ -59,23 +59,24 @@ class Distribution:
     ([1, 0, 1], 7.1)
     """
 
-    __slots__ = ("_bounds", "_name", "_text", "counts", "total")
+    __slots__ = ("bounds", "counts", "labels", "name", "text", "total")
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         """`bounds` are the buckets' upper ones, in rising order; one without a bound follows them."""
-        self._name = name
-        self._text = text
-        self._bounds = bounds
+        self.name = name
+        self.text = text
+        self.labels: tuple[str, ...] = ()
+        self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
     def add(self, value: float) -> None:
         """Count a value. Runtime complexity: O(log buckets)."""
-        self.counts[bisect_left(self._bounds, value)] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def collect(self) -> Iterator[Metric]:
         """For the page."""
-        bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         buckets = list(zip(bounds, itertools.accumulate(self.counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self.total)
+        yield HistogramMetricFamily(self.name, self.text, buckets=buckets, sum_value=self.total)

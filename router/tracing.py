@@ -4,7 +4,7 @@
            ── x-request-id: abc              ──▶        ── x-request-id: abc              ──▶        both echo it
 
 The router is one span of the trace: the engine's parent is the router, whose id is in the log line of the request. A trace is continued
-and never begun: whether to trace is its client's decision, and without one the engine's own.
+and not begun, whether to trace being its client's decision, unless the router is told to begin some (`trace_ratio`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ class Trace:
 
     __slots__ = ("_parent", "_span", "lines", "request_id")
 
-    def __init__(self, headers: Headers, bits: Callable[[int], int]) -> None:
-        """Read a request's headers; `bits(n)` gives n random bits, for an id where the client gives none that is usable, and for the span."""
+    def __init__(self, headers: Headers, bits: Callable[[int], int], *, begins: bool = False) -> None:
+        """Read a request's headers; `bits(n)` gives n random bits, for an id where the client gives none that is usable, and for the span.
+
+        `begins`: a trace is begun where the client is in none.
+        """
         request_id = parent = state = None
         for name, value in headers:
             if name in TRACE_HEADERS:
@@ -49,6 +52,8 @@ class Trace:
                     state = value if state is None else state + b"," + value
         self.request_id = request_id if request_id is not None and _is_usable(request_id) else b"%032x" % bits(128)
         self._parent = None if parent is None else _as_known(parent)
+        if self._parent is None and begins:
+            self._parent = b"00-%032x-%b-01" % (bits(128) or 1, _NO_SPAN)
         self._span = 0
         self.lines = b"x-request-id: %b\r\n" % self.request_id
         """Header lines for the engine."""
@@ -67,6 +72,17 @@ class Trace:
     def span_id(self) -> str:
         """The router's part of it; empty when there is none."""
         return "" if self._parent is None else f"{self._span:016x}"
+
+    @property
+    def parent_id(self) -> str:
+        """The span of whoever sent the request; empty where the trace begins here."""
+        parent = _NO_SPAN if self._parent is None else self._parent[_SPAN_AT:_SPAN_END]
+        return "" if parent == _NO_SPAN else parent.decode("ascii")
+
+    @property
+    def sampled(self) -> bool:
+        """Whether spans of it are to be kept, as whoever began it has decided."""
+        return self._parent is not None and int(self._parent[-2:], 16) & 1 == 1
 
     @property
     def fields(self) -> dict[str, str]:

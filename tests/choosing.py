@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from discovery.signal import LIVE, Signal
+from engines.blocks import pack_keys
 from engines.types import Endpoint, Tier
 from router.caches import Caches
 from router.load import LoadBook, Reservation
@@ -87,4 +88,4 @@ class Core:
         reservation.first_token()
         self.caches.sent(end, keys, now)
         if self.signals[end].believed:
-            self.caches.store(end, Tier.DEVICE, keys)
+            self.caches.store(end, Tier.DEVICE, [pack_keys(keys)])

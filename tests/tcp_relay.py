@@ -109,6 +109,8 @@ class TcpRelay:
             with contextlib.suppress(ConnectionError):
                 while data := await reader.read(65_536):
                     await self._flowing.wait()
+                    if writer.transport.is_closing():  # it was reset while nothing passed
+                        return
                     for piece in [data[at : at + 1] for at in range(len(data))] if self.split else [data]:
                         writer.write(piece)
                         await writer.drain()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
+import typing
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar, runtime_checkable
@@ -21,7 +22,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 import msgspec
 
 from discovery.config.errors import Complaint, ConfigError, nearest
-from discovery.config.options import PREFIX, Option, allowed, options
+from discovery.config.options import PREFIX, Option, allowed, alternatives, options
 from discovery.config.specs import build_engine_spec, parse_engine_spec
 from discovery.redact import redact_text
 from engines.types import EngineSpec
@@ -109,7 +110,8 @@ def _read_flags(known: Sequence[Option], argv: Sequence[str]) -> tuple[dict[str,
     config_file, check_only, problems = None, False, list[str]()
     rest = list(argv)
     while rest:
-        flag, equals, value = rest.pop(0).partition("=")
+        argument = rest.pop(0)
+        flag, equals, value = argument.partition("=")
         if flag == CHECK_FLAG and not equals:
             check_only = True
         elif flag in by_flag and by_flag[flag].is_switch and not equals:
@@ -131,8 +133,17 @@ def _read_flags(known: Sequence[Option], argv: Sequence[str]) -> tuple[dict[str,
         elif flag.startswith("-"):
             problems.append(f"unknown option {flag}" + nearest(flag, [*by_flag, *negated, CONFIG_FLAG, CHECK_FLAG]))
         else:
-            problems.append(f"unexpected argument {flag!r}: every option has a name, --NAME VALUE")
+            _read_unnamed(known, argument, given, problems)
     return given, config_file, check_only, problems
+
+
+def _read_unnamed(known: Sequence[Option], argument: str, given: dict[str, _Given], problems: list[str]) -> None:
+    """The one argument that has no name, where the command takes one."""
+    option = next((option for option in known if option.positional), None)
+    if option is not None and option.key not in given:
+        given[option.key] = _Given(argument, option.path[-1].upper(), strict=False)
+    else:
+        problems.append(f"unexpected argument {argument!r}: every {'other ' if option else ''}option has a name, --NAME VALUE")
 
 
 def _read_environment(
@@ -192,6 +203,8 @@ def _value(option: Option, given: _Given, problems: list[str]) -> object:
         raw = given.value
         if option.item_type is EngineSpec:
             raw = [_engine(item) for item in raw] if isinstance(raw, list) else raw
+        elif not given.strict:
+            raw = _tables(option, raw)
         return _finite(msgspec.convert(raw, option.type, strict=given.strict))
     except ConfigError as error:
         problems.append(f"{given.source}: {error}")
@@ -199,6 +212,15 @@ def _value(option: Option, given: _Given, problems: list[str]) -> object:
         shown = "the value" if option.secret else _shown(given.value)
         problems.append(f"{given.source}: {shown} is not allowed; allowed is {allowed(option.type)}")
     return None
+
+
+def _tables(option: Option, raw: object) -> object:
+    """Text that stands for a table is JSON."""
+    if isinstance(raw, list) and isinstance(option.item_type, type) and issubclass(option.item_type, msgspec.Struct):
+        return [msgspec.json.decode(item) for item in raw]
+    if isinstance(raw, str) and any(typing.get_origin(alternative) is dict for alternative in alternatives(option.type)):
+        return msgspec.json.decode(raw)
+    return raw
 
 
 def _finite(value: object) -> object:

@@ -2,9 +2,9 @@
 
 Key, environment variable and flag are all derived from a field's path, so none of them is ever written down twice:
 
-    class KvSettings:    overlap_score_credit: float        key       kv.overlap_score_credit      ([kv] overlap_score_credit = … in TOML)
-    class ServeSettings: kv: KvSettings                     variable  COMMUTATOR_KV_OVERLAP_SCORE_CREDIT
-                                                            flag      --kv-overlap-score-credit
+    class BlocksSettings:    overlap_score_credit: float        key       blocks.overlap_score_credit      ([blocks] overlap_score_credit = … in TOML)
+    class ServeSettings: blocks: BlocksSettings                     variable  COMMUTATOR_BLOCKS_OVERLAP_SCORE_CREDIT
+                                                            flag      --blocks-overlap-score-credit
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 PREFIX = "COMMUTATOR_"
+_TABLE = "a table (outside of the file: JSON)"
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -29,20 +30,22 @@ class Option(msgspec.Struct, frozen=True):
     default: object
     description: str
     secret: bool
+    positional: bool = False
+    """Whether it may also be given without its flag, as the one argument that has no name."""
 
     @property
     def key(self) -> str:
-        """`kv.overlap_score_credit`."""
+        """`blocks.overlap_score_credit`."""
         return ".".join(self.path)
 
     @property
     def variable(self) -> str:
-        """`COMMUTATOR_KV_OVERLAP_SCORE_CREDIT`."""
+        """`COMMUTATOR_BLOCKS_OVERLAP_SCORE_CREDIT`."""
         return PREFIX + "_".join(self.path).upper()
 
     @property
     def flag(self) -> str:
-        """`--kv-overlap-score-credit`."""
+        """`--blocks-overlap-score-credit`."""
         return "--" + "-".join(self.path).replace("_", "-")
 
     @property
@@ -82,6 +85,7 @@ def _leaves(settings: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[O
             default=field.default_factory() if field.default is msgspec.NODEFAULT else field.default,
             description=next((meta.description for meta in reversed(metas) if meta.description), ""),
             secret=any(meta.extra is not None and meta.extra.get("secret") for meta in metas),
+            positional=any(meta.extra is not None and meta.extra.get("positional") for meta in metas),
         )
 
 
@@ -111,7 +115,9 @@ def _name(alternative: object) -> str:
         return "one of " + ", ".join(str(member.value) for member in alternative)
     names: dict[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     if isinstance(alternative, type) and issubclass(alternative, msgspec.Struct):
-        return "an engine" if alternative.__name__ == "EngineSpec" else alternative.__name__
+        return "an engine" if alternative.__name__ == "EngineSpec" else _TABLE
+    if typing.get_origin(alternative) is dict:
+        return _TABLE
     return names.get(alternative, str(alternative))
 
 

@@ -25,7 +25,8 @@ EVERY_COMMAND = (
 
 def help_text(command: str, settings: type[msgspec.Struct]) -> str:
     """What `commutator COMMAND --help` prints."""
-    lines = [f"usage: commutator {command} [OPTIONS]", "", _first_line(settings), "", "options:"]
+    unnamed = "".join(f"{option.path[-1].upper()} " for option in options(settings) if option.positional)
+    lines = [f"usage: commutator {command} {unnamed}[OPTIONS]", "", _first_line(settings), "", "options:"]
     for option in options(settings):
         value = "" if option.is_switch else " " + _placeholder(option)
         flag = option.flag if option.negated_flag is None else f"{option.flag}, {option.negated_flag}"
@@ -64,6 +65,12 @@ def to_toml(value: object) -> str:
             return "[\n" + "".join(f"    {to_toml(item)},\n" for item in value) + "]"
         case list() | tuple():
             return "[" + ", ".join(to_toml(item) for item in value) + "]"
+        case dict():
+            return (
+                "{ "
+                + ", ".join(f"{json.dumps(str(name))} = {to_toml(MASK if is_secret(str(name)) else item)}" for name, item in value.items())
+                + " }"
+            )
         case msgspec.Struct():
             fields = msgspec.structs.fields(value)
             kept = {field.name: item for field in fields if (item := getattr(value, field.name)) != field.default}

@@ -49,6 +49,7 @@ def build_engine_spec(table: Mapping[str, object], *, strict: bool) -> EngineSpe
     except msgspec.ValidationError as error:
         raise ConfigError(_in_words(str(error))) from None
     _check_cache(spec)
+    _check_pairing(spec)
     return msgspec.structs.replace(spec, url=_one_spelling(spec.url))
 
 
@@ -67,6 +68,12 @@ def _check_cache(spec: EngineSpec) -> None:
             raise ConfigError(f"{name}={address!r} is not a ZMQ address; write tcp://HOST:PORT")
     if spec.kv_replay is not None and spec.kv_events is None:
         raise ConfigError("kv-replay has no effect without kv-events")
+    if spec.block_size is not None and spec.block_size < 1:
+        raise ConfigError(f"block-size must be at least 1, not {spec.block_size}")
+
+
+def _check_pairing(spec: EngineSpec) -> None:
+    """What no engine could make use of. Whether this one can, where it says itself what it is for, `engines.probe` finds out."""
     if spec.bootstrap is not None and not spec.bootstrap.startswith("http://"):
         raise ConfigError(f"bootstrap={spec.bootstrap!r} is not the address of a bootstrap server; write http://HOST:PORT")
     if spec.link is not None:
@@ -76,8 +83,12 @@ def _check_cache(spec: EngineSpec) -> None:
             raise ConfigError(f"link: {error}") from None
     if spec.role is Role.AGGREGATED and (spec.connector is not None or spec.bootstrap is not None or spec.link is not None or spec.group):
         raise ConfigError("connector, bootstrap, link and group have no effect with role=aggregated")
-    if spec.block_size is not None and spec.block_size < 1:
-        raise ConfigError(f"block-size must be at least 1, not {spec.block_size}")
+    if spec.connector is not None and spec.role is None:
+        raise ConfigError("connector has no effect without role=prefill or role=decode")
+    if spec.bootstrap is not None and spec.role is Role.DECODE:
+        raise ConfigError("bootstrap has no effect with role=decode: it is where a prefill engine is asked for its part")
+    if spec.bootstrap is not None and spec.connector is Connector.NIXL:
+        raise ConfigError("bootstrap has no effect with connector=nixl, whose prefill engines say in each answer where they are asked")
 
 
 def _in_words(problem: str) -> str:

@@ -186,7 +186,7 @@ class About:
             "dp_rank": 0,
             "num_running_reqs": len(scheduler.running),
             "num_waiting_reqs": scheduler.queued,
-            "num_waiting_uncached_tokens": sum(len(sequence.tokens) for sequence in scheduler.waiting),
+            "num_waiting_uncached_tokens": sum(sequence.length for sequence in scheduler.waiting),
             "num_used_tokens": used,
             "num_total_tokens": used,
             "max_total_num_tokens": total,

@@ -28,6 +28,7 @@ class Stored(msgspec.Struct, frozen=True):
     names: tuple[int, ...]
     parent: int | None
     tokens: tuple[int, ...]
+    """Empty where nobody is to be told them."""
     salt: str | None = None
     adapter: str | None = None
     session: str | None = None
@@ -146,7 +147,7 @@ class BlockCache:
             self._names[block] = name
             piece.append(name)
         self._note(run, piece, piece_start, piece_parent)
-        if len(run.tokens) != len(run.names) * size:
+        if run.tokens and len(run.tokens) != len(run.names) * size:
             msg = f"{len(run.names)} blocks of {size} cannot hold {len(run.tokens)} tokens"
             raise ValueError(msg)
 

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from engines.simulator.connections import Handler
 from engines.simulator.handover import Fetch, Keep, Transfers
-from engines.simulator.scheduler import Sequence
+from engines.simulator.sequences import Sequence
 from engines.simulator.settings import Connector, SimulateSettings
 from engines.simulator.transfer import KV_PATH, Asked, Given, Host, KvExchange, TransferFailed
 from engines.types import EngineKind, Role

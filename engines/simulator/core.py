@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 from engines.simulator.cache import Change
 from engines.simulator.hashes import BlockNamer
-from engines.simulator.scheduler import Prompt, Scheduler, Sequence, Token
+from engines.simulator.scheduler import Scheduler, Token
+from engines.simulator.sequences import Prompt, Sequence, Spoken
+from engines.simulator.words import Words
 
 # A timer that fires late is caught up with, so that rates hold over a second; a loop that stood still longer is not.
 _CATCH_UP_S = 0.02
@@ -53,7 +55,7 @@ class Feed:
 
     __slots__ = ("_arrived", "_failure", "_waiting", "left", "sequences")
 
-    def __init__(self, sequences: list[Sequence]) -> None:
+    def __init__(self, sequences: list[Spoken]) -> None:
         self.sequences = sequences
         self.left = len(sequences)
         """Sequences that have not ended."""
@@ -93,12 +95,13 @@ class Feed:
 class Core:
     """One engine's scheduler, driven by the loop's clock."""
 
-    def __init__(self, scheduler: Scheduler, namer: BlockNamer, publish: Callable[[list[Change]], None]) -> None:
+    def __init__(self, scheduler: Scheduler, namer: BlockNamer, words: Words, publish: Callable[[list[Change]], None]) -> None:
         self.scheduler = scheduler
         self.asleep = False
         self.exchange: Exchange | None = None
         """None for an engine that takes whole requests."""
         self._namer = namer
+        self._words = words
         self._publish = publish
         self._feeds: dict[Sequence, tuple[Feed, int]] = {}
         self._work = asyncio.Event()
@@ -106,7 +109,7 @@ class Core:
     @contextlib.contextmanager
     def generate(self, prompts: list[Prompt]) -> Iterator[Feed]:
         """Queue prompts; whatever has not ended when the block is left is aborted at once."""
-        sequences = [Sequence(prompt, self._namer.chain(prompt.salt, prompt.adapter)) for prompt in prompts]
+        sequences = [Spoken(prompt, self._namer.chain(prompt.salt, prompt.adapter), self._words) for prompt in prompts]
         feed = Feed(sequences)
         for index, sequence in enumerate(sequences):
             self._feeds[sequence] = (feed, index)
@@ -130,7 +133,7 @@ class Core:
         """Tell the last token of a sequence to whoever waits for it."""
         if sequence in self._feeds:
             feed, index = self._feeds[sequence]
-            feed.put(Token(index, sequence.tokens[-1], last=sequence.done))
+            feed.put(Token(index, feed.sequences[index].tokens[-1], last=sequence.done))
 
     def fail(self, sequence: Sequence, message: str) -> None:
         """End a sequence, and its request, in an error."""

@@ -190,12 +190,11 @@ class SimulatedEngine:
             cache,
             Timing.of(settings),
             limits,
-            model.words,
             stores_generated_at_end=sglang,
             prefix_caching=not (sglang and settings.role is Role.DECODE),
         )
         namer = BlockNamer(settings.kind, settings.block_size, settings.hash_seed)
-        self._core = Core(scheduler, namer, self._publish)
+        self._core = Core(scheduler, namer, model.words, self._publish)
         if (hand_over := exchange_of(settings)) is not None:
             self._exchange = self._core.exchange = hand_over(Host(settings, self._core, self._group.create_task, self._end))
             await self._exchange.start(self._kv_transfer_port)

@@ -18,7 +18,7 @@ _LOOK_S = 0.005
 def report(scheduler: Scheduler, most_sequences: int) -> bytes:
     """What SGLang 0.5.23 sends of one rank."""
     cache = scheduler.cache
-    used, uncached = cache.used * cache.block_size, sum(len(sequence.tokens) for sequence in scheduler.waiting)
+    used, uncached = cache.used * cache.block_size, sum(sequence.length for sequence in scheduler.waiting)
     running, waiting = len(scheduler.running), len(scheduler.waiting)
     total = cache.capacity * cache.block_size
     return msgspec.msgpack.encode(["LoadStat", running, waiting, used, total, 0, uncached, used + uncached, most_sequences, 0, 0])

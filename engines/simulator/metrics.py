@@ -60,6 +60,7 @@ def _vllm(scheduler: Scheduler, transfers: Transfers | None, model: str, *, star
     if transfers is not None:
         yield from _vllm_transfers(scheduler, transfers, labels)
     yield Series("vllm:generation_tokens_total", float(counters.generated), labels, "counter")
+    yield from _histogram("vllm:inter_token_latency_seconds", counters.steps, counters.steps_s, labels)
     finished = {**counters.finished, "abort": counters.aborted}
     for reason in _FINISH_REASONS:
         yield Series("vllm:request_success_total", float(finished.get(reason, 0)), {**labels, "finished_reason": reason}, "counter")

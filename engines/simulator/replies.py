@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from engines.simulator.requests import Ask, Shape
-from engines.simulator.scheduler import Sequence, Token
+from engines.simulator.scheduler import Token
+from engines.simulator.sequences import Spoken
 from engines.simulator.words import Words
 from engines.types import EngineKind
 
@@ -43,7 +44,7 @@ class Head(msgspec.Struct, frozen=True):
 class Reply:
     """The answer to one request, whole or in pieces."""
 
-    def __init__(self, ask: Ask, sequences: list[Sequence], words: Words, head: Head) -> None:
+    def __init__(self, ask: Ask, sequences: list[Spoken], words: Words, head: Head) -> None:
         self._ask = ask
         self._sequences = sequences
         self._texts = words.texts
@@ -112,7 +113,7 @@ class Reply:
             body["kv_transfer_params"] = transfer
         return _ENCODER.encode(body)
 
-    def _choice(self, index: int, sequence: Sequence) -> dict[str, Any]:
+    def _choice(self, index: int, sequence: Spoken) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index}
         if self._ask.shape is Shape.CHAT:
             choice["message"] = {"role": "assistant", "content": self._text(index), "refusal": None}
@@ -155,7 +156,7 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": cached} if self._details else None,
         }
 
-    def _generated(self, index: int, text: str, ended: Sequence | Token | None) -> dict[str, Any]:
+    def _generated(self, index: int, text: str, ended: Spoken | Token | None) -> dict[str, Any]:
         """One answer of SGLang's `/generate`."""
         sequence = self._sequences[index]
         reason = {"type": sequence.prompt.ending, "length": sequence.generated} if ended is not None else None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engines.simulator.handover import Handover, Rooms
-from engines.simulator.scheduler import Prompt
+from engines.simulator.sequences import Prompt
 from engines.simulator.text import ModelText, PromptRefused
 from engines.types import EngineKind
 

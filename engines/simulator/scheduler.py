@@ -14,68 +14,14 @@ a server sleeps, a replay in virtual time only adds.
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections import deque
 
 import msgspec
 
 from engines.simulator.cache import BlockCache, Stored
-from engines.simulator.handover import Contents, Fetch, Handover, Keep, Never, contents, difference
-from engines.simulator.hashes import Chain
+from engines.simulator.handover import Contents, Keep
+from engines.simulator.sequences import Sequence
 from engines.simulator.timing import Timing
-from engines.simulator.words import Words
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """What is to be continued, and how far."""
-
-    tokens: list[int]
-    limit: int
-    """Tokens to generate."""
-    ending: str = "length"
-    """The finish reason once they are generated."""
-    seed: int = 0
-    salt: str | None = None
-    adapter: str | None = None
-    session: str | None = None
-    tells_hits: bool = False
-    """Blocks found in the cache are announced again (vLLM's `kv_cache_report_mode: full`)."""
-    handover: Handover | None = None
-
-
-class Sequence:
-    """One prompt under way: its tokens, its blocks, and how far it has come."""
-
-    __slots__ = ("blocks", "cached", "chain", "computed", "done", "fetches", "preempted", "prompt", "spoiled", "stored", "tokens")
-
-    def __init__(self, prompt: Prompt, chain: Chain) -> None:
-        self.prompt = prompt
-        self.chain = chain
-        self.tokens = array("I", prompt.tokens)
-        """The prompt and what has been generated."""
-        self.blocks: list[int] = []
-        self.computed = 0
-        """Tokens whose KV is there."""
-        self.stored = 0
-        """Leading blocks that were hits or have been announced."""
-        self.cached = 0
-        """Prompt tokens found in the cache when it was first scheduled."""
-        self.preempted = False
-        self.fetches = isinstance(prompt.handover, Fetch | Never)
-        """Whether KV from another engine is awaited."""
-        self.spoiled = 0
-        """Not 0 where some of its KV is that of other tokens, and how; see `handover.difference`."""
-        self.done = False
-
-    @property
-    def generated(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - len(self.prompt.tokens)
-
-    @property
-    def prefilled(self) -> bool:
-        """Whether the whole prompt has been computed."""
-        return self.computed >= len(self.prompt.tokens)
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -83,6 +29,10 @@ class Step(msgspec.Struct, frozen=True):
 
     work: tuple[tuple[Sequence, int], ...]
     duration_s: float
+    decoding: int
+    """How many of them have computed their prompt."""
+    steady: bool
+    """Whether all do, by one token each, and all that could be let in have been."""
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -103,6 +53,10 @@ class Counters(msgspec.Struct):
     fetched: int = 0
     """Prompt tokens whose KV came from another engine."""
     generated: int = 0
+    steps: int = 0
+    """Tokens generated, less the first of each sequence."""
+    steps_s: float = 0.0
+    """The times between them: of the steps that made them."""
     preemptions: int = 0
     aborted: int = 0
     finished: dict[str, int] = {}
@@ -124,7 +78,6 @@ class Scheduler:
         cache: BlockCache,
         timing: Timing,
         limits: Limits,
-        words: Words,
         *,
         stores_generated_at_end: bool = False,
         prefix_caching: bool = True,
@@ -138,7 +91,6 @@ class Scheduler:
         self._to_fetch: list[Sequence] = []
         self._timing = timing
         self._limits = limits
-        self._words = words
         self._stores_generated_at_end = stores_generated_at_end
         self._prefix_caching = prefix_caching
 
@@ -149,7 +101,6 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        sequence.chain.extend(sequence.tokens)
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> bool:
@@ -177,9 +128,8 @@ class Scheduler:
     def fetched(self, sequence: Sequence, given: Contents, cached: int | None = None) -> None:
         """The missing KV has come, with these contents; all but the last token is computed then. `cached`: what the other engine had cached."""
         self._count(sequence)
-        length = len(sequence.prompt.tokens)
-        wanted = contents(sequence.prompt.tokens, self.cache.block_size, sequence.prompt.adapter)
-        if spoiled := difference(given, wanted[sequence.stored :]):
+        length = sequence.prompt_length
+        if spoiled := sequence.difference(given, self.cache.block_size):
             sequence.spoiled = spoiled
             self.cache.spoil(sequence.blocks[sequence.stored :], spoiled)
         self.counters.fetched += length - sequence.computed
@@ -206,7 +156,7 @@ class Scheduler:
         work: list[tuple[Sequence, int]] = []
         preemptions = self.counters.preemptions
         for sequence in list(self.running):
-            count = min(len(sequence.tokens) - sequence.computed, budget)
+            count = min(sequence.length - sequence.computed, budget)
             if count and sequence in self.running and self._grow(sequence, count):
                 work.append((sequence, count))
                 budget -= count
@@ -226,9 +176,37 @@ class Scheduler:
         work = [(sequence, count) for sequence, count in work if sequence in self.running]
         if not work:
             return None
-        prefill = sum(count for sequence, count in work if not sequence.prefilled)
-        decoding = sum(1 for sequence, _ in work if sequence.prefilled)
-        return Step(tuple(work), self._timing.step_s(prefill, decoding))
+        prefill = decoding = read = 0
+        for sequence, count in work:
+            read += sequence.computed
+            if sequence.computed >= sequence.prompt_length:
+                decoding += 1
+            else:
+                prefill += count
+        # One that was preempted may compute several tokens again; and after a preemption nobody has been let in who might be now.
+        steady = len(work) == decoding == sum(count for _, count in work) and preemptions == self.counters.preemptions
+        return Step(tuple(work), self._timing.step_s(prefill, decoding, read), decoding, steady)
+
+    def alike(self, step: Step) -> int:
+        """How many steps will be like this one, itself included, if nothing is submitted or aborted meanwhile.
+
+        Such steps only decode. Nobody ends and no block is taken before the last one is over, so nobody who waits could be let in either.
+        Runtime complexity: O(sequences).
+        """
+        if not step.steady:
+            return 1
+        size = self.cache.block_size
+        return min(
+            min(sequence.prompt.limit - sequence.length + sequence.prompt_length, len(sequence.blocks) * size - sequence.computed)
+            for sequence, _ in step.work
+        )
+
+    def skip(self, step: Step, times: int) -> None:
+        """The step has been done `times` times; less often than they are `alike`. Runtime complexity: O(sequences)."""
+        for sequence, _ in step.work:
+            sequence.computed += times
+            sequence.length += times
+        self.counters.generated += times * len(step.work)
 
     def complete(self, step: Step) -> list[tuple[Sequence, int]]:
         """Note that a step is over: blocks stored, and the token each sequence that reached its end gained."""
@@ -238,11 +216,12 @@ class Scheduler:
                 continue
             sequence.computed += count
             self._store(sequence)
-            if sequence.computed == len(sequence.tokens):
-                token = self._words.following(sequence.tokens, sequence.prompt.seed ^ sequence.spoiled)
-                sequence.tokens.append(token)
-                sequence.chain.extend(sequence.tokens)
+            if sequence.computed == sequence.length:
+                token = sequence.gain()
                 self.counters.generated += 1
+                if sequence.generated > 1:
+                    self.counters.steps += 1
+                    self.counters.steps_s += step.duration_s
                 if sequence.generated >= sequence.prompt.limit:
                     self._finish(sequence)
                 gained.append((sequence, token))
@@ -252,12 +231,12 @@ class Scheduler:
         """Give a waiting sequence its blocks for a first chunk, or for all it is to fetch; returns its tokens, 0 when there is no room."""
         size = self.cache.block_size
         if sequence.blocks:  # that was fetched, or failed to be
-            return min(len(sequence.tokens) - sequence.computed, budget)
+            return min(sequence.length - sequence.computed, budget)
         # The last token is always computed: its logits are what the first new token is sampled from.
-        findable = (len(sequence.tokens) - 1) // size if self._prefix_caching else 0
-        hits = self.cache.match(sequence.chain.names[:findable])
+        findable = (sequence.length - 1) // size if self._prefix_caching else 0
+        hits = self.cache.match(sequence.names[:findable])
         found = len(hits) * size
-        count = len(sequence.tokens) - found
+        count = sequence.length - found
         if not sequence.fetches:
             count = min(count, budget)
         fresh = -(-(found + count) // size) - len(hits)
@@ -277,7 +256,7 @@ class Scheduler:
     def _count(self, sequence: Sequence) -> None:
         """Count what of a prompt was found in the cache."""
         sequence.cached = sequence.computed
-        self.counters.queries += len(sequence.prompt.tokens)
+        self.counters.queries += sequence.prompt_length
         self.counters.hits += sequence.computed
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
@@ -300,7 +279,7 @@ class Scheduler:
         if not self._stores_generated_at_end:
             self._announce(sequence, sequence.computed)
         elif sequence.prefilled:
-            self._announce(sequence, len(sequence.prompt.tokens))
+            self._announce(sequence, sequence.prompt_length)
 
     def _announce(self, sequence: Sequence, tokens: int) -> None:
         """Name the full blocks among the first `tokens` that have no name yet."""
@@ -312,11 +291,11 @@ class Scheduler:
 
     def _run(self, sequence: Sequence, first: int, last: int) -> Stored:
         """A sequence's blocks from `first` to before `last`, as they are announced."""
-        size, names = self.cache.block_size, sequence.chain.names
+        size, names = self.cache.block_size, sequence.names
         return Stored(
             names=tuple(names[first:last]),
             parent=names[first - 1] if first else None,
-            tokens=tuple(sequence.tokens[first * size : last * size]),
+            tokens=sequence.told(first * size, last * size),
             salt=sequence.prompt.salt,
             adapter=sequence.prompt.adapter,
             session=sequence.prompt.session,

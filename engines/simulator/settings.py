@@ -47,6 +47,8 @@ class SimulateSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     prefill_tokens_per_s: Annotated[float, Meta(gt=0, description="Prompt tokens computed per second.")] = 20_000.0
     decode_step_ms: Annotated[float, Meta(ge=0, description="Time of one decode step, however few sequences it serves.")] = 5.0
     decode_sequence_ms: Annotated[float, Meta(ge=0, description="Time each sequence adds to a decode step.")] = 0.1
+    step_ms: Annotated[float, Meta(ge=0, description="Time of every step, whatever it computes.")] = 0.0
+    kv_token_ns: Annotated[float, Meta(ge=0, description="Time each token adds to a step that its sequences have in the KV cache.")] = 0.0
     max_num_seqs: Annotated[int, Meta(ge=1, description="Sequences running at once; further ones wait.")] = 256
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="Tokens computed in one step, prefill and decode together.")] = 8192
     speedup: Annotated[float, Meta(ge=0, description="How much faster than the clock the engine's time runs; 0 waits for nothing.")] = 1.0

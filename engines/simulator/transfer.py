@@ -24,7 +24,7 @@ from aiohttp import web
 from engines.simulator.connections import Handler
 from engines.simulator.core import Core
 from engines.simulator.handover import Contents, Fetch, Keep, Never, Transfers, contents
-from engines.simulator.scheduler import Sequence
+from engines.simulator.sequences import Sequence
 from engines.simulator.settings import LoadFailurePolicy, SimulateSettings
 
 KV_PATH = "/_sim/kv"

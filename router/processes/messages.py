@@ -1,6 +1,6 @@
 """What do the parent and its workers say to each other? Shapes only; `channel` carries them.
 
-parent ──▶ worker   Orders, once · GetPage · GetReadiness · AdminCall · PeerGone
+parent ──▶ worker   Orders, once · GetPage · GetReadiness · GetPart · AdminCall · PeerGone
 worker ──▶ parent   Up or Failed, once · GetPage · GetReadiness: of all workers together
 """
 
@@ -83,6 +83,10 @@ class GetReadiness(msgspec.Struct, frozen=True, array_like=True, tag="readiness"
     """Asks for readiness."""
 
 
+class GetPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
+    """Asks for what the process shows on the live page: a `router.ui.parts.Part`."""
+
+
 class PeerGone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
     """A worker has ended; nobody need wait for its silence."""
 
@@ -101,7 +105,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The configuration is what is wrong."""
 
 
-Request = Orders | GetPage | GetReadiness | AdminCall | PeerGone | Up | Failed
+Request = Orders | GetPage | GetReadiness | GetPart | AdminCall | PeerGone | Up | Failed
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):

@@ -38,6 +38,18 @@ HOW: Final = {
     "router_cached_blocks": How.MOST,
     "router_bus_connected": How.LEAST,
     "router_peers": How.LEAST,
+    "router_build_info": How.MOST,
+    "router_engine_info": How.MOST,
+    "router_engine_running_requests": How.MOST,
+    "router_engine_waiting_requests": How.MOST,
+    "router_engine_kv_usage_ratio": How.MOST,
+    "relay_event_lag_seconds": How.MOST,
+    "discovery_source_up": How.LEAST,
+    "discovery_source_engines": How.MOST,
+    "discovery_source_faults": How.MOST,
+    "process_max_fds": How.LEAST,
+    "router_kv_link_bytes_per_second": How.MOST,
+    "router_kv_link_slow": How.MOST,
 }
 """Gauges that say the same thing in every process; all others are sums."""
 

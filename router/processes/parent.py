@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -44,6 +44,7 @@ from router.processes.messages import (
     AdminReply,
     Failed,
     GetPage,
+    GetPart,
     GetReadiness,
     Orders,
     Page,
@@ -54,8 +55,12 @@ from router.processes.messages import (
 )
 from router.processes.pages import Pages
 from router.processes.port import held
+from router.readings import VERSION
 from router.running import Listening, cancelled_at_exit, listen, told_by_hangup, url_of
 from router.server import Server
+from router.ui.document import document
+from router.ui.page import LivePage
+from router.ui.parts import Part
 
 if TYPE_CHECKING:
     from router.exchange import Exchange
@@ -155,6 +160,10 @@ class Workers:
         registry = CollectorRegistry()
         registry.register(_Collected(self))
         return generate_latest(registry)
+
+    async def state(self) -> dict[str, Any]:
+        """What the live page shows."""
+        return document(await self.ask(GetPart(), Part, ANSWER_WITHIN_S), VERSION)
 
     def _is_stopping(self) -> bool:
         """A call: what happened while something was awaited is not known to who checks types."""
@@ -337,7 +346,8 @@ async def _processes(settings: ServeSettings) -> AsyncIterator[Listening]:
         workers = Workers(settings, port, nats)
         admin = ""
         if guards.admin_door is not None:
-            admins = Server(GroupAdmin(workers).serve, max_body_bytes=MAX_BODY_BYTES, grace_period_s=1.0, door=guards.admin_door)
+            page = LivePage(GroupAdmin(workers).serve, workers.state)
+            admins = Server(page.serve, max_body_bytes=MAX_BODY_BYTES, grace_period_s=1.0, door=guards.admin_door)
             stack.push_async_callback(admins.stop)
             admin = await listen(admins, settings.admin_host, settings.admin_port, guards)
             group.create_task(admins.run(), name="admin")

@@ -18,15 +18,20 @@ if TYPE_CHECKING:
     from router.answers import Answers
     from router.fleet import Fleet
     from router.metrics import Metrics
+    from router.ui.parts import Part as UiPart
+    from router.ui.view import View
 
 
 class Inside:
     """A router that is built and runs, as its parent sees it."""
 
-    def __init__(self, admin: Admin, answers: Answers, metrics: Metrics, sharing: Sharing, monitor: Monitor, fleet: Fleet) -> None:
+    def __init__(  # noqa: PLR0913  what the parent may ask of
+        self, admin: Admin, answers: Answers, metrics: Metrics, view: View, *, sharing: Sharing, monitor: Monitor, fleet: Fleet
+    ) -> None:
         self._admin = admin
         self._answers = answers
         self._metrics = metrics
+        self._view = view
         self._sharing = sharing
         self._monitor = monitor
         self._fleet = fleet
@@ -38,6 +43,10 @@ class Inside:
     def page(self) -> Page:
         """What it measures."""
         return page_of(self._metrics.registry.collect())
+
+    async def part(self) -> UiPart:
+        """What it shows on the live page."""
+        return await self._view.part()
 
     def readiness(self) -> Readiness:
         """What it takes."""

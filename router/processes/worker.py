@@ -22,7 +22,7 @@ from discovery.logs import event
 from discovery.reasons import reasons
 from router.answers import GroupSilent
 from router.processes.channel import Channel, ChannelClosed
-from router.processes.messages import AdminCall, Failed, GetPage, GetReadiness, Orders, PeerGone, Readiness, Request, Up
+from router.processes.messages import AdminCall, Failed, GetPage, GetPart, GetReadiness, Orders, PeerGone, Readiness, Request, Up
 from router.processes.part import Inside, Part
 from router.running import stopped_by_signals
 from router.settings import ServeSettings
@@ -57,6 +57,8 @@ class Worker:
                 return self._inside.page()
             case GetReadiness() if self._inside is not None:
                 return self._inside.readiness()
+            case GetPart() if self._inside is not None:
+                return await self._inside.part()
             case AdminCall() if self._inside is not None:
                 return await self._inside.admin(request)
             case PeerGone(router):

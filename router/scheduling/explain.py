@@ -36,6 +36,11 @@ def reason_for(request: RoutingRequest, candidates: Sequence[Candidate], costs: 
     return Reason.NO_OVERLAP
 
 
+def regret(candidates: Sequence[Candidate], position: int) -> int:
+    """Tokens of the longest prefix there was to reuse beyond those of the candidate at `position`. Runtime complexity: O(len(candidates))."""
+    return max(map(_reused_tokens, candidates)) - _reused_tokens(candidates[position])
+
+
 def _reused_tokens(candidate: Candidate) -> int:
     return reused_blocks(candidate.overlap) * candidate.block_size
 

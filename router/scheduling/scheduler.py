@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from engines.types import Endpoint
 from router.scheduling.explain import reason_for
@@ -26,7 +27,10 @@ class NoCandidate(Exception):
 
 
 _IN_WORDS = {
-    Rejection.NO_PARTNER: ": there are decode engines, and no usable prefill engine of their group to compute its prompt",
+    Rejection.PREFILLS: ": its engines only compute prompts for others (role=prefill), and none goes on from them; add one that does, "
+    "--engine 'http://HOST:PORT,role=decode', or one that takes whole requests",
+    Rejection.NO_PARTNER: ": there are decode engines, and no usable prefill engine of their group to compute its prompt; add one, "
+    "--engine 'http://HOST:PORT,role=prefill' (decode engines of vLLM can compute prompts themselves: --without-prefill fallback)",
     Rejection.INDIVISIBLE: ": its engines share each request with a prefill engine, and this one cannot be shared: it asks for several prompts or "
     "sequences, or for its prompt in the answer, or its path is none that is shared",
 }
@@ -71,7 +75,29 @@ class Scheduler:
             position = lowest(costs, [candidate.load.last_assigned for candidate in candidates], self._rng)
         chosen = candidates[position]
         reason = reason_for(request, candidates, costs, position) if self.uses_cache else Reason.POLICY
-        return Decision(chosen, position, costs[position], reason, self.name, candidates, costs, rejected)
+        return Decision(
+            chosen,
+            position,
+            costs[position],
+            reason,
+            self.name,
+            candidates,
+            costs,
+            rejected,
+            partial(self._parts, request, candidates, now),
+        )
+
+    def _parts(self, request: RoutingRequest, candidates: Sequence[Candidate], now: float) -> Sequence[Mapping[str, float]] | None:
+        explain = getattr(self.policy, "explain", None)
+        if explain is None:
+            return None
+        try:
+            parts = [dict(part) for part in explain(request, candidates, Context(now, self._rng))]
+        except Exception as error:  # as in `_costs`
+            raise PolicyError(self.policy, f"raised {type(error).__name__} in explain: {error}") from error
+        if len(parts) != len(candidates):
+            raise PolicyError(self.policy, f"explained {len(parts)} costs of {len(candidates)}")
+        return parts
 
     def _costs(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> list[float]:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -58,6 +58,20 @@ class Load(msgspec.Struct, frozen=True):
     waiting: int | None = None
     kv_usage: float | None = None
     """0..1, as the endpoint reports it."""
+    prefill_done: float = 0.0
+    """Of `active_prefill_tokens`, those that should have been computed by now, at its pace."""
+    unknown_tokens: float = 0.0
+    """Prompt tokens that the endpoint has waiting beyond those known here, estimated from its own report."""
+    s_per_token: float | None = None
+    """Its pace: seconds for each prompt token it computes, as learned; None until it is."""
+    busy: float = 0.0
+    """Share of the last minute in which it had prompts to compute, 0..1."""
+    generated_tokens: float = 0.0
+    """Tokens of the answers in flight so far, estimated from the pace at which they come."""
+    residence_s: float = 0.0
+    """How long answers take there from the first token to the last, of late; 0 until one has."""
+    computing: int = 0
+    """Of `active_requests`, those of this router whose first token is still to come."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -73,6 +87,8 @@ class Candidate(msgspec.Struct, frozen=True):
     load: Load = Load()
     signal: Signal = LIVE
     """Not looked up, and LIVE, for a policy with `uses_cache` False."""
+    total_blocks: int | None = None
+    """What its KV cache holds, where it says so."""
 
 
 class Rejection(enum.StrEnum):
@@ -89,6 +105,8 @@ class Rejection(enum.StrEnum):
     """It answered 429 or 503 a moment ago."""
     SATURATED = "saturated"
     """It has as many requests of ours in flight as it may have."""
+    PREFILLS = "only_prefills"
+    """It computes prompts for others, and no other engine is there to answer."""
     NO_PARTNER = "no_prefill_engine"
     """It goes on from prompts computed elsewhere, and no engine can compute this one for it."""
     INDIVISIBLE = "cannot_be_shared"
@@ -130,6 +148,9 @@ class Policy(Protocol):
 
     A policy may also have a bool attribute `uses_cache` (default: True): False tells the router that prompts need not be
     tokenized for it, and that `reason` is always `policy`.
+
+    And it may have a method `explain(request, candidates, context)` that gives the parts of each cost, `{name: part}` for each
+    candidate: they are shown to whoever asks why.
     """
 
     def score(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> Sequence[float]:
@@ -142,6 +163,10 @@ class Scored(msgspec.Struct, frozen=True):
 
     candidate: Candidate
     cost: float
+
+
+def _no_parts() -> None:
+    """For a decision made by hand."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -157,6 +182,8 @@ class Decision(msgspec.Struct, frozen=True):
     costs: Sequence[float]
     """Of the candidates, in their order."""
     rejected: Sequence[tuple[Endpoint, Rejection]] = ()
+    parts: Callable[[], Sequence[Mapping[str, float]] | None] = _no_parts
+    """Gives what each cost is made of, where the policy tells: `{name: part}` for each candidate. Raises PolicyError."""
 
     @property
     def looked_at_caches(self) -> bool:

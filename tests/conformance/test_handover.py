@@ -379,6 +379,7 @@ async def test_a_prefill_engine_that_is_gone_is_a_500_and_a_handle_without_its_h
 
 @AT_ONCE
 async def test_either_leg_may_come_first(hands: Hands, alone: Client) -> None:
+    await hands.legs(hands.decode.ids(1))  # the first transfer of engines that have just started may take longer than one leg waits
     for decode_first in (True, False):
         prompt = hands.decode.ids(2.5)
         there, here = await hands.told()

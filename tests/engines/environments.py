@@ -88,6 +88,11 @@ def ensure(name: str) -> Path:
     return _ensure(root() / f"{name}-{recipe.digest()}", lambda folder: _build(recipe, folder))
 
 
+def complete() -> bool:
+    """Whether the environments of all engines are there."""
+    return all((root() / f"{name}-{recipe.digest()}" / ".complete").exists() for name, recipe in RECIPES.items())
+
+
 def ensure_model() -> Path:
     """The folder of the tiny model: the simulator's tokenizer and configuration, with fixed random weights beside them."""
     maker = HERE / "make_weights.py"

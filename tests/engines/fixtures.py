@@ -1,10 +1,11 @@
 """The real engines that tests share: started when the first test asks for one, serving until the last test is over.
 
 Starting one takes half a minute of a core, most of it imports, one after another. So all that the chosen tests will want are launched
-together, and each fixture waits for its own. A test takes the shared ones and leaves them serving, whatever it does to them in between.
+together before the first test, whatever that is, and each fixture waits for its own. A test takes the shared ones and leaves them serving, whatever it does to them in between.
 Prompts of a test must be its own: the engines remember those of others.
 
-Of pairs that hand KV over only one runs at a time: the tests of each follow one another, and the next one takes its place.
+Of pairs that hand KV over only one is in use at a time: the tests of each follow one another. The next one starts meanwhile, in the memory
+that shared engines had which no test is going to ask for any more.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import pairs, prefixes, programs
+from tests.engines import environments, pairs, prefixes, programs
 from tests.engines.launch import RealEngine
 from tests.engines.pairs import Pair
 from tests.engines.programs import SGLANG, VLLM, Program, Setup
@@ -22,9 +23,13 @@ from tests.engines.programs import SGLANG, VLLM, Program, Setup
 TIMEOUT_S = 900
 """The first test that asks for an engine waits for its start, and on a fresh machine for its environment."""
 
+ALONE = {"unit", "property"}
+"""Folders of tests that start no process and measure no time."""
+
 
 def arrange(items: list[pytest.Item]) -> None:
-    """Tests with real engines go last, so that whatever is wrong without them is seen first, and are given the time they need.
+    """Tests with real engines go last, so that whatever is wrong without them is seen first, and are given the time they need. Those of
+    one module alone come first, while the engines start.
 
     Those with a pair of engines come after all others, pair by pair, and of each pair's those that end one of its engines.
     """
@@ -34,9 +39,9 @@ def arrange(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
     kinds = list(HAND_OVER)
 
-    def order(item: pytest.Item) -> tuple[bool, int, bool]:
+    def order(item: pytest.Item) -> tuple[bool, bool, int, bool]:
         pair = max((kinds.index(name) for name in _named(item) if name in HAND_OVER), default=-1)
-        return item in real, pair, item.get_closest_marker("ends_engines") is not None
+        return item in real, item.path.parent.name not in ALONE, pair, item.get_closest_marker("ends_engines") is not None
 
     items.sort(key=order)
 
@@ -71,6 +76,8 @@ HALF_SILENT = ["half_silent_vllm", "half_silent_sglang", "half_silent_mixed"]
 """The second one publishes nothing."""
 HAND_OVER = {"nixl_pair": pairs.NIXL, "mooncake_pair": pairs.MOONCAKE, "sglang_pair": pairs.SGLANG_TCP}
 """Pairs of engines of which one computes prompts and the other goes on from them."""
+BESIDE_PAIRS = ["real_vllm", "real_sglang"]
+"""What the answers of pairs are compared with."""
 
 
 class Shared:
@@ -95,10 +102,13 @@ class Shared:
             engine.wait_ready()
         return engines
 
-    def close(self) -> None:
-        for engine in self._engines.values():
+    def keep(self, fleets: Collection[str]) -> None:
+        """Stop those that belong to none of these."""
+        kept = {name for fleet in fleets for name in FLEETS[fleet]}
+        stopped = [self._engines.pop(name) for name in list(self._engines) if name not in kept]
+        for engine in stopped:
             engine.terminate()
-        for engine in self._engines.values():
+        for engine in stopped:
             engine.close()
 
 
@@ -110,7 +120,14 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         shared.launch(_wanted(request.session.items))
         yield shared
     finally:
-        shared.close()
+        shared.keep([])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def early(request: pytest.FixtureRequest) -> None:
+    """Has the engines start beside the first tests; not where their environments have to be built, which only their own tests have time for."""
+    if _wanted(request.session.items) and environments.complete():
+        request.getfixturevalue("launched")
 
 
 def _wanted(items: Sequence[pytest.Item]) -> set[str]:
@@ -152,29 +169,45 @@ def engines(launched: Shared, request: pytest.FixtureRequest) -> Sequence[RealEn
 
 
 class OnePair:
-    """The pair that serves now, if any."""
+    """The pair that is in use, if any, and the one that comes after it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wanted: Collection[str], shared: Shared) -> None:
+        """`wanted`: the fixtures of pairs that the chosen tests name."""
         self._folder = folder
+        self._wanted = [kind for name, kind in HAND_OVER.items() if name in wanted]
+        self._shared = shared
         self._pair: Pair | None = None
+        self._next: Pair | None = None
 
     def ready(self, kind: pairs.Kind) -> Pair:
         """A pair of that kind, both engines serving, whatever a test before did to them."""
         if self._pair is None or self._pair.kind is not kind:
-            self.close()
-            self._pair = Pair(kind, self._folder)
+            self._shared.keep(BESIDE_PAIRS)
+            self._pair = self._change_to(kind)
         self._pair.start()
         return self._pair
 
-    def close(self) -> None:
+    def _change_to(self, kind: pairs.Kind) -> Pair:
         if self._pair is not None:
             self._pair.close()
-        self._pair = None
+        pair = self._next or Pair(kind, self._folder)
+        assert pair.kind is kind, "`arrange` has the pairs in another order"
+        pair.launch()
+        later = self._wanted[self._wanted.index(kind) + 1 :]
+        self._next = Pair(later[0], self._folder) if later else None
+        if self._next is not None:
+            self._next.launch()
+        return pair
+
+    def close(self) -> None:
+        for pair in (self._pair, self._next):
+            if pair is not None:
+                pair.close()
 
 
 @pytest.fixture(scope="session")
-def one_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnePair]:
-    one = OnePair(tmp_path_factory.mktemp("pairs"))
+def one_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, launched: Shared) -> Iterator[OnePair]:
+    one = OnePair(tmp_path_factory.mktemp("pairs"), set[str]().union(*map(_named, request.session.items)), launched)
     yield one
     one.close()
 

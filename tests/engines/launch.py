@@ -4,17 +4,14 @@
         engine.url, engine.kv_events   # the same ports for the object's whole life: restart() is a restart in place
         engine.counters()              # what the engine itself says it found in its cache
 
-Ports come from the kernel and stay held: a bound socket that never listens keeps anyone else from being given the number, while the
-engine, which sets SO_REUSEADDR as we do, can listen on it. So nothing can take the port of an engine that is just restarting.
+As `engines.launch` does it, of which the parts that are not asynchronous are used here: fixtures live longer than any test's loop.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,10 +21,11 @@ from typing import NamedTuple, Self
 
 import httpx
 
-from tests.engines import environments
-from tests.engines.programs import Ports, Program
+from engines.launch import groups
+from engines.launch.engine import LEASH
+from engines.launch.ports import Held
+from tests.engines.programs import Program
 
-LEASH = Path(__file__).with_name("leash.py")
 READY_DEADLINE_S = 480.0
 """An engine alone on two quiet cores is ready in 25 (vLLM) or 45 s (SGLang); beside much other work 230 s were seen. One that ends is noticed at once."""
 POLL_S = 0.2
@@ -53,9 +51,8 @@ class RealEngine:
 
     def __init__(self, program: Program, folder: Path) -> None:
         self.program = program
-        ranges = [_hold_ports(program.setup.ranks) for _ in Ports._fields]
-        self._held = [held for range_ in ranges for held in range_]
-        self._ports = Ports(*(range_[0].getsockname()[1] for range_ in ranges))
+        self._held = Held(program.setup.ranks)
+        self._ports = self._held.ports
         self.log = folder / f"{program.kind}-{self._ports.http}.log"
         self._process: subprocess.Popen[bytes] | None = None
         # one client for all: making one reads the certificates of the world, which takes 50 ms of CPU
@@ -87,11 +84,11 @@ class RealEngine:
 
     def launch(self) -> None:
         """Start the process; `wait_ready` follows. Several engines launched together share their start-up time."""
-        command = [str(part) for part in self.program.command(self.program.setup, self._ports)]
+        made = self.program.made(self.program.setup, self._ports)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", LEASH, *command],
-                env=environments.clean_environment() | self.program.environment,
+                [sys.executable, "-I", LEASH, *made.argv],
+                env=made.environment,
                 stdin=subprocess.PIPE,  # held open: see the leash
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -161,8 +158,7 @@ class RealEngine:
         """Stop it and give its ports back."""
         self.stop()
         self._client.close()
-        for held in self._held:
-            held.close()
+        self._held.close()
 
     def get(self, path: str) -> bytes:
         """The body of a GET. Raises httpx.HTTPError, also for an answer that is an error."""
@@ -203,7 +199,7 @@ class RealEngine:
     def _members(self) -> list[Path]:
         """The process group, as folders of /proc."""
         assert self._process is not None
-        return [stat.parent for stat in Path("/proc").glob("[0-9]*/stat") if _group_of(stat) == self._process.pid]
+        return groups.members(self._process.pid)
 
     def _answers(self, path: str) -> bool:
         try:
@@ -232,42 +228,6 @@ def together(engines: Sequence[RealEngine]) -> Iterator[Sequence[RealEngine]]:
     finally:
         for engine in engines:
             engine.close()
-
-
-def _hold_ports(count: int) -> list[socket.socket]:
-    """So many ports in a row: where the next one is somebody's, it is tried from another first one."""
-    while True:
-        held: list[socket.socket] = []
-        try:
-            for _ in range(count):
-                held.append(_hold_port(held[-1].getsockname()[1] + 1 if held else 0))
-        except OSError as error:
-            for one in held:
-                one.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-        else:
-            return held
-
-
-def _hold_port(port: int) -> socket.socket:
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        held.bind(("0.0.0.0", port))
-    except OSError:
-        held.close()
-        raise
-    return held
-
-
-def _group_of(stat: Path) -> int | None:
-    """The process group of a process that lives."""
-    try:
-        state, _, group, *_ = stat.read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state == "Z" else int(group)
 
 
 def _cpu_s(process: Path) -> float:

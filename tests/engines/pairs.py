@@ -16,9 +16,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from tests.engines import environments, programs
+import msgspec
+
+from engines.launch.plan import Ports
+from engines.launch.programs import Program as Launched
+from engines.types import Connector, Role
+from tests.engines import programs
 from tests.engines.launch import READY_DEADLINE_S, RealEngine
-from tests.engines.programs import SGLANG, VLLM, Ports, Program, Setup
+from tests.engines.programs import SGLANG, VLLM, Program, Setup
 
 LEASE_S = 10
 """How long a prefill engine of vLLM keeps KV that nobody fetches: 30 s over NIXL and 480 s over Mooncake, if it is not told otherwise."""
@@ -39,6 +44,7 @@ class Pair:
         self.kind = kind
         self.prefill = _Engine(kind.prefill(), folder)
         self.decode = _Engine(kind.decode(), folder)
+        self._starting: list[_Engine] = []
 
     @property
     def engines(self) -> Sequence[_Engine]:
@@ -49,14 +55,20 @@ class Pair:
         """Where the prefill engine serves decode engines: by HTTP (Mooncake, SGLang), or NIXL's side channel."""
         return self.prefill.bootstrap
 
+    def launch(self) -> None:
+        """Set those that do not run on their way."""
+        for engine in self.engines:
+            if engine.ended:
+                engine.kill()  # what is left of it
+                engine.launch()
+                self._starting.append(engine)
+
     def start(self) -> None:
         """Start those that do not run, and return when both serve. Raises EngineFailed."""
-        ended = [engine for engine in self.engines if engine.ended]
-        for engine in ended:
-            engine.kill()  # what is left of it
-            engine.launch()
-        for engine in ended:
-            engine.wait_ready()
+        self.launch()
+        while self._starting:
+            self._starting[0].wait_ready()
+            del self._starting[0]
 
     def close(self) -> None:
         """Stop both and give their ports back."""
@@ -97,65 +109,47 @@ class _Engine(RealEngine):
                     os.sched_setaffinity(int(thread.name), range(os.cpu_count() or 1))
 
 
-def _vllm(connector: str, role: str, variables: Callable[[Ports], dict[str, str]], **config: object) -> Program:
+def _vllm(connector: Connector, role: Role, **config: object) -> Program:
     """Float32, since a prompt computed in one piece elsewhere and one computed here are compared token for token."""
-    told = {"kv_connector": connector, "kv_role": role} | config
-    setup = VLLM._replace(arguments=("--dtype", "float32", "--kv-transfer-config", json.dumps(told)))
-    program = programs.vllm(setup)
-    environment = program.environment | {
-        "PYTHONPATH": str(environments.HERE / "vllm" / "shim"),
-        # the address told to the other engine; by default that of an interface
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        # not the shared memory and the network cards it would look for first
-        "UCX_TLS": "tcp,self,sm",
-    }
-    return program._replace(command=_with_variables(program, variables), environment=environment)
+    setup = VLLM._replace(arguments=("--dtype", "float32", "--kv-transfer-config", json.dumps(config)))
+    return programs.vllm(setup, role, connector)
 
 
-def _nixl(role: str) -> Program:
+def _nixl(role: Role) -> Program:
     return _vllm(
-        "NixlConnector",
+        Connector.NIXL,
         role,
-        lambda ports: {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.transfer)},
         kv_buffer_device="cpu",
         kv_connector_extra_config={"kv_lease_duration": LEASE_S},
+        kv_load_failure_policy="fail",  # vLLM's own default
     )
 
 
-def _mooncake(role: str) -> Program:
-    return _vllm(
-        "MooncakeConnector",
+def _mooncake(role: Role) -> Program:
+    program = _vllm(
+        Connector.MOONCAKE,
         role,
-        lambda ports: {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(ports.transfer), "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(LEASE_S)},
         kv_connector_module_path="mooncake_cpu",
         kv_connector_extra_config={"mooncake_protocol": "tcp"},
     )
 
+    def made(setup: Setup, ports: Ports) -> Launched:
+        launched = program.made(setup, ports)
+        return msgspec.structs.replace(launched, environment=launched.environment | {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(LEASE_S)})
 
-def _with_variables(program: Program, variables: Callable[[Ports], dict[str, str]]) -> Callable[[Setup, Ports], Sequence[str | Path]]:
-    """The program's command with variables that name one of its ports."""
-
-    def command(setup: Setup, ports: Ports) -> list[str | Path]:
-        return ["env", *(f"{name}={value}" for name, value in variables(ports).items()), *program.command(setup, ports)]
-
-    return command
+    return program._replace(made=made)
 
 
-def _sglang(*arguments: str, told: Callable[[Ports], Sequence[str]] = lambda _: ()) -> Program:
+def _sglang(role: Role, *arguments: str) -> Program:
     transfer = ("--disaggregation-transfer-backend", "mooncake_tcp", *arguments)
-    program = programs.sglang(SGLANG._replace(arguments=("--dtype", "float32", *transfer)))
-    return program._replace(command=lambda setup, ports: [*program.command(setup, ports), *told(ports)])
+    return programs.sglang(SGLANG._replace(arguments=("--dtype", "float32", *transfer)), role)
 
 
-NIXL = Kind("nixl", lambda: _nixl("kv_producer"), lambda: _nixl("kv_consumer"))
-MOONCAKE = Kind("mooncake", lambda: _mooncake("kv_producer"), lambda: _mooncake("kv_consumer"))
+NIXL = Kind("nixl", lambda: _nixl(Role.PREFILL), lambda: _nixl(Role.DECODE))
+MOONCAKE = Kind("mooncake", lambda: _mooncake(Role.PREFILL), lambda: _mooncake(Role.DECODE))
 SGLANG_TCP = Kind(
     "sglang",
-    lambda: _sglang(
-        "--disaggregation-mode", "prefill",
-        told=lambda ports: ("--disaggregation-bootstrap-port", str(ports.transfer)),
-    ),
+    lambda: _sglang(Role.PREFILL),
     # else it saves what it takes back from a request to pinned memory, which needs CUDA
-    lambda: _sglang("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "none"),
-)  # fmt: skip
+    lambda: _sglang(Role.DECODE, "--disaggregation-decode-retraction-backup", "none"),
+)

@@ -40,7 +40,12 @@ def prefix(name: str, number: int) -> str:
 
 def tokens_of(text: str) -> int:
     """By the tiny model's tokenizer."""
-    return len(_tokenizer().encode(text).ids)
+    return len(ids_of(text))
+
+
+def ids_of(text: str) -> list[int]:
+    """By the tiny model's tokenizer."""
+    return list(_tokenizer().encode(text).ids)
 
 
 @functools.cache

@@ -42,8 +42,8 @@ class Process(Router):
 
 
 @contextlib.asynccontextmanager
-async def command(name: str, *flags: str, log: Path, **environ: str) -> AsyncIterator[Process]:
-    """The command while the block runs, from its ready line on; ended by SIGTERM, and well, unless it was killed."""
+async def command(name: str, *flags: str, log: Path, within_s: float = DEADLINE_S, **environ: str) -> AsyncIterator[Process]:
+    """The command while the block runs, from its ready line on, which comes `within_s`; ended by SIGTERM, and well, unless it was killed."""
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
             COMMAND,
@@ -55,7 +55,7 @@ async def command(name: str, *flags: str, log: Path, **environ: str) -> AsyncIte
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S), auto_decompress=False) as session:
         try:
             assert process.stdout is not None
-            line = await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)
+            line = await asyncio.wait_for(process.stdout.readline(), within_s)
             assert line, log.read_text()
             yield Process(process, json.loads(line), log, session)
         finally:

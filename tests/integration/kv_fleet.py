@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -15,7 +15,7 @@ from discovery.broker import Broker
 from discovery.bus import Bus, BusOptions
 from discovery.mirror import Mirror
 from discovery.relay import Relay
-from engines.blocks import block_keys, pack_tokens, root_seed
+from engines.blocks import block_keys, pack_tokens, root_seed, unpack_keys
 from engines.simulator.publisher import Publisher
 from engines.types import Endpoint, EngineInfo, EngineKind, EngineSpec, KvSource, Tier
 
@@ -59,13 +59,13 @@ class Index:
     def __init__(self) -> None:
         self.held: defaultdict[Endpoint, set[tuple[Tier, int]]] = defaultdict(set)
 
-    def store(self, endpoint: Endpoint, tier: Tier, keys: Sequence[int]) -> None:
-        pairs = {(tier, key) for key in keys}
+    def store(self, endpoint: Endpoint, tier: Tier, chains: Iterable[bytes]) -> None:
+        pairs = {(tier, key) for keys in chains for key in unpack_keys(keys)}
         assert not pairs & self.held[endpoint], "stored twice"
         self.held[endpoint] |= pairs
 
-    def remove(self, endpoint: Endpoint, tier: Tier, keys: Sequence[int]) -> None:
-        pairs = {(tier, key) for key in keys}
+    def remove(self, endpoint: Endpoint, tier: Tier, keys: bytes) -> None:
+        pairs = {(tier, key) for key in unpack_keys(keys)}
         assert pairs <= self.held[endpoint], "removed and not held"
         self.held[endpoint] -= pairs
 

@@ -69,11 +69,11 @@ class Group(Process):
 
 @contextlib.asynccontextmanager
 async def group(
-    engines: Iterable[SimulatedEngine], log: Path, *flags: str, processes: int = 2, code: int = 0, trust: ssl.SSLContext | bool = True
+    engines: Iterable[SimulatedEngine | str], log: Path, *flags: str, processes: int = 2, code: int = 0, trust: ssl.SSLContext | bool = True
 ) -> AsyncIterator[Group]:
-    """The command while the block runs; ended by SIGTERM, and it must end with `code`."""
+    """The command while the block runs; ended by SIGTERM, and it must end with `code`. An engine may be a line, such as `http://…,role=decode`."""
     engines = list(engines)
-    named = [part for engine in engines for part in ("--engine", engine.url)]
+    named = [part for engine in engines for part in ("--engine", engine if isinstance(engine, str) else engine.url)]
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
             COMMAND,

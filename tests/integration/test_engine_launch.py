@@ -10,9 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engines.launch.plan import Ports
+from engines.launch.programs import Program as Launched
+from engines.types import EngineSpec
 from tests.engines.environments import REPOSITORY
 from tests.engines.launch import EngineFailed, RealEngine, together
-from tests.engines.programs import VLLM, Ports, Program, Setup
+from tests.engines.programs import VLLM, Program, Setup
 from tests.waiting import until
 
 SERVER = """
@@ -30,10 +33,11 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
 
 
 def program(source: str = SERVER) -> Program:
-    def command(_: Setup, ports: Ports) -> list[str]:
-        return [sys.executable, "-c", source, str(ports.http)]
+    def made(_: Setup, ports: Ports) -> Launched:
+        url = f"http://127.0.0.1:{ports.http}"
+        return Launched((sys.executable, "-c", source, str(ports.http)), dict(os.environ), EngineSpec(url))
 
-    return Program("fake", VLLM, command, {}, "/", hits="hits_total", queries="asked_total", running="none", waiting="none")
+    return Program("fake", VLLM, made, "/", hits="hits_total", queries="asked_total", running="none", waiting="none")
 
 
 def pids(engine: RealEngine) -> list[int]:

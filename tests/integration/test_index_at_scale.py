@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from discovery.mirror import Mirror
+from engines.blocks import pack_keys
 from engines.types import Tier
 from router.caches import Caches
 from tests.integration.kv_fleet import BLIND_S, BLOCK, NAMESPACE, Fleet, ToyEngine, connected, fleet, prompt, running
@@ -145,14 +146,14 @@ async def test_M3_ten_thousand_engines_that_come_and_go_leave_nothing_behind() -
         mirror = Mirror(bus, NAMESPACE, caches)
         keeper = ToyEngine("http://keeper:1")
         caches.add(keeper.endpoint)
-        caches.store(keeper.endpoint, Tier.DEVICE, base)
+        caches.store(keeper.endpoint, Tier.DEVICE, [pack_keys(base)])
         memory = caches.memory_bytes()
         for number in range(BRANCHES):
             info = ToyEngine(f"http://e{number}:1").info()
             [endpoint] = info.endpoints
             caches.add(endpoint)
             mirror.expect(info)
-            caches.store(endpoint, Tier.DEVICE, base[: number % BASE] + [number << 20 | depth for depth in range(8)])
+            caches.store(endpoint, Tier.DEVICE, [pack_keys(base[: number % BASE] + [number << 20 | depth for depth in range(8)])])
             mirror.forget(info.id)
             caches.discard(endpoint)
             while caches.sweep(1000) == 1000:

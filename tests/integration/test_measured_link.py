@@ -27,8 +27,9 @@ def settings_for(way: str, role: Role) -> SimulateSettings:
 
 def specs(way: str, engines: Sequence[SimulatedEngine]) -> list[EngineSpec]:
     connector = {"nixl": Connector.NIXL, "mooncake": Connector.MOONCAKE}.get(way)
+    asked = Role.PREFILL if way == "mooncake" else None
     return [
-        EngineSpec(one.url, role=one.role, connector=connector, bootstrap=one.bootstrap if way == "mooncake" else None) for one in engines
+        EngineSpec(one.url, role=one.role, connector=connector, bootstrap=one.bootstrap if one.role is asked else None) for one in engines
     ]
 
 

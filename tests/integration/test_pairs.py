@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,10 +17,12 @@ import pytest
 
 from engines.types import EngineKind, EngineSpec, Role
 from router.disagg import Mode
+from router.legs import PrefillLeg
 from router.pairing import Pairing
 from tests.raw import Request, port_of, request, talking
 from tests.raw_engine import DONE, NIXL_OFFER, SSE, Close, Hang, RawEngine, Script, answering, chunk, never, streaming, token, whole
-from tests.rig import Answer, Router, routing
+from tests.rig import Answer, Router
+from tests.rig import routing as any_routing
 from tests.waiting import until
 
 IDS = list(range(400, 500))
@@ -63,6 +65,11 @@ async def pair(
             pages_of_sglang(here, "decode")
         async with routing(specs(there, here), **changed) as router:
             yield Pair(there, here, router)
+
+
+def routing(engines: Sequence[str | EngineSpec], **changed: Any) -> contextlib.AbstractAsyncContextManager[Router]:  # noqa: ANN401  settings
+    """A router that shares all that can be, unless said otherwise: what is measured here would be the test's own."""
+    return any_routing(engines, **{"disagg": Mode.ALWAYS, **changed})
 
 
 def specs(there: RawEngine, *here: RawEngine, group: str = "") -> list[EngineSpec]:
@@ -203,7 +210,7 @@ async def test_P7_or_the_request_is_refused_where_that_is_wanted() -> None:
     async with RawEngine(DECODED) as here, routing([EngineSpec(here.url, role=Role.DECODE)], without_prefill="enforce") as router:
         answer = await ask(router)
         assert answer.status == 503
-        assert "prefill" in answer.json["error"]["message"]
+        assert "add one, --engine 'http://HOST:PORT,role=prefill'" in answer.json["error"]["message"]
         assert not here.requests
 
 
@@ -370,7 +377,7 @@ async def test_an_answer_that_comes_whole_may_take_longer_than_a_first_token(kin
 
 async def test_only_streams_tell_how_long_a_prompt_took(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(Pairing, "computed", lambda _, decode, *__: seen.append(decode.engine))
+    monkeypatch.setattr(Pairing, "computed", lambda _, decode, *__, **___: seen.append(decode.engine))
 
     async def here(asked: Request, writer: asyncio.StreamWriter) -> None:
         await (DECODED if told(asked).get("stream") else PREFILLED)(asked, writer)
@@ -433,6 +440,24 @@ async def test_a_handshake_that_could_end_the_decode_server_never_reaches_it(
         assert [(one["prefill"], "kv_transfer_params" in one["reason"]) for one in said] == [(f"{there.url}#0", True)]
 
 
+async def test_a_handshake_as_long_as_a_long_prompt_makes_it_is_passed_on_whole() -> None:
+    blocks = [list(range(100_000, 400_000))]
+    async with pair(prefilled(remote_block_ids=blocks)) as (_, here, router):
+        assert (await ask(router)).status == 200
+        assert told(here.requests[0])["kv_transfer_params"] == NIXL_OFFER | {"remote_block_ids": blocks}
+
+
+async def test_a_handshake_that_is_too_long_to_be_held_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(PrefillLeg, "most_held", 1 << 20)
+    async with pair(prefilled(remote_block_ids=[list(range(100_000, 400_000))])) as (_, here, router):
+        assert (await ask(router)).status == 200
+        assert ["kv_transfer_params" in told(request) for request in here.requests] == [False]
+        said = [getattr(record, "fields", {}) for record in caplog.records if record.getMessage() == "KV transfer failed"]
+        assert [one["reason"] for one in said] == ["its answer is longer than the 1 MiB that are held of one"]
+
+
 async def test_a_handshake_whose_lease_may_be_over_is_not_used() -> None:
     async with pair(kv_lease_s=1e-9) as (_, here, router):
         assert (await ask(router)).status == 200
@@ -479,7 +504,9 @@ async def test_the_operator_says_when(mode: Mode, remote: bool) -> None:
 async def test_a_prefill_engine_is_never_asked_for_an_answer() -> None:
     async with RawEngine(PREFILLED) as there, routing([EngineSpec(there.url, role=Role.PREFILL)]) as router:
         assert (await router.get("/ready")).status == 503
-        assert (await ask(router)).status == 503
+        answer = await ask(router)
+        assert answer.status == 503
+        assert "--engine 'http://HOST:PORT,role=decode'" in answer.json["error"]["message"]
         assert not there.requests
 
 

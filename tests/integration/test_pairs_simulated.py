@@ -39,7 +39,8 @@ def spec_of(way: str, engine: SimulatedEngine) -> EngineSpec:
     if way == "rooms":
         return EngineSpec(engine.url)
     if way == "mooncake":
-        return EngineSpec(engine.url, role=engine.role, connector=Way.MOONCAKE, bootstrap=engine.bootstrap)
+        bootstrap = engine.bootstrap if engine.role is Role.PREFILL else None
+        return EngineSpec(engine.url, role=engine.role, connector=Way.MOONCAKE, bootstrap=bootstrap)
     return EngineSpec(engine.url, role=engine.role)
 
 
@@ -54,7 +55,7 @@ async def pair(
     async with (
         SimulatedEngine(settings_for(way, Role.PREFILL, **(at_prefill or {}))) as there,
         SimulatedEngine(settings_for(way, Role.DECODE, **(at_decode or {}))) as here,
-        routing([spec_of(way, there), spec_of(way, here)], **changed) as router,
+        routing([spec_of(way, there), spec_of(way, here)], **{"disagg": Mode.ALWAYS, **changed}) as router,
     ):
         yield Pair(there, here, router)
 
@@ -176,7 +177,9 @@ async def test_a_slow_link_is_named(way: str) -> None:
     async with (
         SimulatedEngine(settings_for(way, Role.PREFILL, **slow)) as there,
         SimulatedEngine(settings_for(way, Role.DECODE, **slow)) as here,
-        routing([EngineSpec(there.url, role=Role.PREFILL, link="100GbE"), EngineSpec(here.url, role=Role.DECODE)]) as router,
+        routing(
+            [EngineSpec(there.url, role=Role.PREFILL, link="100GbE"), EngineSpec(here.url, role=Role.DECODE)], disagg=Mode.ALWAYS
+        ) as router,
     ):
         assert (await router.chat(prompt("slow", 400), stream=True)).status == 200
         assert await router.metric("router_kv_link_slow") == 1

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -28,7 +29,7 @@ from engines.metrics import EngineLoad
 from engines.probe import alive, describe, look, probe
 from engines.simulator.engine import SimulatedEngine
 from engines.simulator.settings import SimulateSettings
-from engines.types import EngineInfo, EngineKind, EngineSpec, KvSource
+from engines.types import Connector, EngineInfo, EngineKind, EngineSpec, KvSource, Role
 from engines.zmtp import socket_type
 from tests.integration.engine_fakes import Answer, FakeEngine, sglang_answers, vllm_answers
 from tests.waiting import until
@@ -213,6 +214,25 @@ async def test_503_while_loading_is_not_ready_and_not_a_stranger(
     engine = await start({**answers(), path: Answer(b"starting", 503)})
     with pytest.raises(EngineNotReady, match=f"{path}|not ready"):
         await ask(session, EngineSpec(engine.url))
+
+
+@pytest.mark.parametrize(
+    ("answers", "spec", "said"),
+    [
+        (vllm_answers, {"link": "1GbE", "group": "a"}, "link, group has no effect without a role, which vLLM 0.32.0 does not tell"),
+        (vllm_answers, {"bootstrap": "http://h:1"}, "bootstrap has no effect without a role"),
+        (vllm_answers, {"role": Role.DECODE, "connector": Connector.ROOMS}, "does not hand KV over by rooms"),
+        (sglang_answers, {"group": "a"}, "group has no effect: SGLang 0.5.23 was started with no --disaggregation-mode"),
+        (sglang_answers, {"role": Role.PREFILL}, "not prefill"),
+        (sglang_answers, {"connector": Connector.NIXL}, "does not hand KV over by nixl: leave connector out"),
+    ],
+)
+async def test_what_is_said_of_pairs_and_has_no_effect_keeps_an_engine_out_in_words(
+    start: Start, session: aiohttp.ClientSession, answers: Callable[[], dict[str, Answer]], spec: dict[str, Any], said: str
+) -> None:
+    engine = await start(answers())
+    with pytest.raises(EngineNotReady, match=said):
+        await ask(session, EngineSpec(engine.url, **spec))
 
 
 @pytest.mark.parametrize(

@@ -64,11 +64,14 @@ async def test_the_readme_has_no_command_that_is_not_run_here() -> None:
         "pip install .",
         "commutator serve --engine",
         "commutator simulate --engines 2",
+        "commutator up --launch simulated",
         "commutator advise",
+        "commutator replay",
+        "commutator doctor",
         "curl ",
     )
     assert [line for line in commands() if not line.startswith(known)] == []
-    assert len(commands()) == 12
+    assert len(commands()) == 15
 
 
 @pytest.mark.parametrize("engines", ["", "named"])
@@ -113,6 +116,16 @@ async def test_simulate_serve_and_every_curl() -> None:
                 await all_serve(base, len(urls))
                 for curl in [line for line in commands() if line.startswith("curl")]:
                     await try_curl(curl.replace("http://127.0.0.1:8080", base))
+                async with started(command("commutator doctor").replace("http://127.0.0.1:8080", base)) as doctor:
+                    assert doctor.stdout is not None
+                    said = (await asyncio.wait_for(doctor.stdout.read(), 60)).decode()
+                assert {line.split()[0] for line in said.splitlines()} == {"ok"}, said
+
+
+async def test_up(tmp_path: Path) -> None:
+    async with started(f"{command('commutator up')} --host 127.0.0.1 --port 0 --log-folder {tmp_path}") as process:
+        told = json.loads(await first_line(process))
+        await all_serve(told["url"], 2)
 
 
 async def test_advise() -> None:
@@ -121,6 +134,14 @@ async def test_advise() -> None:
         said = (await asyncio.wait_for(process.stdout.read(), 60)).decode()
     assert "262,144 bytes a token" in said
     assert "Disaggregation pays:" in said
+
+
+async def test_replay() -> None:
+    async with started(command("commutator replay")) as process:
+        assert process.stdout is not None
+        head, *rows = (await asyncio.wait_for(process.stdout.read(), 100)).decode().splitlines()
+    assert head.split()[:2] == ["speed", "policy"]
+    assert [row.split()[:2] for row in rows] == [[speed, policy] for speed in "12" for policy in ("kv", "round-robin")]
 
 
 async def all_serve(base: str, engines: int) -> None:

@@ -21,7 +21,8 @@ async def holds(router: Router, engine: str, text: str, *, model: str = "sim") -
     """Wait until the router has heard that `engine` holds `text`."""
 
     async def heard() -> bool:
-        return await router.overlap_at(engine, text, model=model) > 0
+        candidates = (await router.route(text, model=model))["candidates"]
+        return any(c["engine"] == engine and c["overlap"]["device"] > 0 and not c["overlap"]["predicted"] for c in candidates)
 
     await until(heard, what="the events of the prompt arrive")
 

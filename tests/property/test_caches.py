@@ -4,6 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engines.blocks import pack_keys
 from engines.types import Endpoint, Tier
 from router.caches import Caches
 from router.scheduling.types import Overlap
@@ -53,7 +54,15 @@ class Machine(RuleBasedStateMachine):
 
     @rule(endpoint=endpoints, tier=tiers, keys=stretches)
     def store(self, endpoint: Endpoint, tier: Tier, keys: list[int]) -> None:
-        self.caches.store(endpoint, tier, keys)
+        chains: list[list[int]] = []
+        for key in keys:
+            if key in self.held.get(endpoint, {}).get(tier, ()):
+                continue
+            if chains and chains[-1][-1] == key - 1:
+                chains[-1].append(key)
+            else:
+                chains.append([key])
+        self.caches.store(endpoint, tier, map(pack_keys, chains))
         if endpoint in self.held:
             self.held[endpoint][tier] |= set(keys)
         else:
@@ -61,7 +70,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(endpoint=endpoints, tier=tiers, keys=stretches)
     def remove(self, endpoint: Endpoint, tier: Tier, keys: list[int]) -> None:
-        self.caches.remove(endpoint, tier, keys)
+        self.caches.remove(endpoint, tier, pack_keys(keys))
         if endpoint in self.held:
             self.held[endpoint][tier] -= set(keys)
         else:
@@ -110,8 +119,9 @@ class Machine(RuleBasedStateMachine):
     @rule(limit=st.integers(0, 60))
     def sweep(self, limit: int) -> None:
         if self.caches.sweep(limit) < limit:
-            in_tiers = sum(len(set().union(*(held[tier] for held in self.held.values()))) for tier in Tier)
-            assert len(self.caches) == in_tiers + sum(map(len, self.predicted.values()))
+            held = [[tiers[tier] for tiers in self.held.values()] for tier in Tier]
+            least, most = sum(len(set[int]().union(*tier)) for tier in held), sum(len(keys) for tier in held for keys in tier)
+            assert least <= len(self.caches) - sum(map(len, self.predicted.values())) <= most
 
     @precondition(lambda self: self.held)
     @rule(keys=prompts, in_flight=st.dictionaries(endpoints, st.integers(1, 30)), believed=st.sets(endpoints))

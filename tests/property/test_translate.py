@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from discovery.messages import Clear, Op, Remove, Store
-from discovery.translate import Change, Translator
+from discovery.translate import Translator
 from engines.blocks import pack_tokens, unpack_keys
 from engines.events import BlockHash, Cleared, KvEvent, Removed, Skipped, SkipReason, Stored
 from engines.types import Tier
@@ -67,6 +67,7 @@ class Translating(RuleBasedStateMachine):
         self.model = Model()
         self.told: dict[Tier, set[int]] = {tier: set() for tier in Tier}
         self.pending: list[KvEvent] = []
+        self.parents: dict[int, int | None] = {}
 
     @initialize()
     def learn_block_size(self) -> None:
@@ -98,6 +99,11 @@ class Translating(RuleBasedStateMachine):
             return  # a parent held elsewhere only: which copy's prefix it gets is not the model's to say
         self.pending.append(event)
         self.model.store(event)
+        for _, _, _, prefix in self.model.copies:
+            if len(prefix) > 4:  # lora, salt, and two things a block
+                self.parents[key_of(prefix)] = key_of(prefix[:-2])
+            else:
+                self.parents[key_of(prefix)] = None
 
     @rule(names=st.lists(NAMES, max_size=4), tier=TIERS, group=GROUPS)
     def remove(self, names: list[BlockHash], tier: Tier, group: int) -> None:
@@ -142,13 +148,13 @@ class Translating(RuleBasedStateMachine):
         self._tell(self.translator.apply(self.pending))
         self.pending = []
 
-    def _tell(self, changes: list[Change]) -> None:
-        ops: list[Op] = [change.op() for change in changes]
+    def _tell(self, ops: list[Op]) -> None:
         for before, after in itertools.pairwise(ops):
             assert isinstance(before, Clear) or isinstance(after, Clear) or (type(before), before.tier) != (type(after), after.tier)
         for op in ops:
             match op:
                 case Store(tier=tier, keys=packed):
+                    self._follow(op)
                     for key in unpack_keys(packed):
                         assert key not in self.told[tier]  # only real changes
                         self.told[tier].add(key)
@@ -160,6 +166,16 @@ class Translating(RuleBasedStateMachine):
                     for keys in self.told.values():
                         keys.clear()
 
+    def _follow(self, store: Store) -> None:
+        """Each block of a chain follows the one before it, and chains are as long as they can be."""
+        assert store.whole
+        chains = [unpack_keys(chain) for chain in store.chains()]
+        keys = [key for chain in chains for key in chain]
+        assert keys == unpack_keys(store.keys)
+        ends = set(itertools.accumulate(map(len, chains)))
+        for place, (before, after) in enumerate(itertools.pairwise(keys), 1):
+            assert (self.parents[after] == before) == (place not in ends)
+
     @rule()
     def agrees(self) -> None:
         self.flush()
@@ -168,7 +184,10 @@ class Translating(RuleBasedStateMachine):
         pairs = {(tier, key) for tier, keys in self.told.items() for key in keys}
         assert Counter(tier for tier, _ in held) == Counter(tier for tier, _ in pairs)
         assert self.translator.blocks == len(held)
-        snapshot = [(change.tier, key) for change in self.translator.held() for key in change.keys]
+        stored = [held.stored(0, len(held.keys)) for held in self.translator.held()]
+        for store in stored:
+            self._follow(store)
+        snapshot = [(store.tier, key) for store in stored for key in unpack_keys(store.keys)]
         assert len(snapshot) == len(pairs)
         assert set(snapshot) == pairs
         assert pairs == {(tier, key_of(prefix)) for tier, prefix in held}
@@ -184,8 +203,8 @@ def key_of(prefix: Prefix) -> int:
     tokens = [token for block in blocks for token in block]  # type: ignore[attr-defined]
     assert pack_tokens(tokens)
     (change,) = Translator().apply([Stored(list(range(len(blocks))), None, tokens, SIZE, Tier.DEVICE, lora, salt, 0, extras)])  # type: ignore[arg-type]
-    assert change.kind is Store
-    return change.keys[-1]
+    assert isinstance(change, Store)
+    return unpack_keys(change.keys)[-1]
 
 
 Translating.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

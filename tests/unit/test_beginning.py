@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import cast
 
 from discovery.monitor import Monitor
-from router.beginning import LEARNED_WITHIN_S, SILENT_S, Beginning
+from discovery.sources.finder import Finder
+from router.beginning import LEARNED_WITHIN_S, SILENT_S, TOLD_WITHIN_S, Beginning
 from router.fleet import Fleet
 
 
@@ -18,7 +19,8 @@ class World:
         self.watched = watched
         self.members: dict[str, SimpleNamespace] = {}
         self.refused: set[str] = set()
-        self.beginning = Beginning(cast("Monitor", self), cast("Fleet", self), clock=lambda: self.now)
+        self.complete = True
+        self.beginning = Beginning(cast("Monitor", self), cast("Fleet", self), cast("Finder", self), clock=lambda: self.now)
 
     def waiting_for(self, engine: str) -> str:
         return "connection refused" if engine in self.refused else ""
@@ -26,6 +28,14 @@ class World:
     def is_over(self, later: float = 0.0) -> bool:
         self.now += later
         return self.beginning.over
+
+
+def test_sources_are_waited_for_but_not_for_ever() -> None:
+    world = World()
+    world.complete = False
+    assert not world.is_over()
+    assert not world.is_over(TOLD_WITHIN_S - 0.1)
+    assert world.is_over(0.1)
 
 
 def test_it_lasts_until_every_engine_serves_or_was_asked_in_vain() -> None:

@@ -2,6 +2,7 @@ import doctest
 
 import pytest
 
+from engines.blocks import pack_keys
 from engines.types import Endpoint, Tier
 from router import caches as module
 from router.caches import Caches
@@ -49,13 +50,13 @@ def test_a_block_counts_once_in_its_fastest_tier(
 ) -> None:
     held = caches(A)
     for tier, depths in zip(Tier, (device, host, disk), strict=True):
-        held.store(A, tier, [PROMPT[depth] for depth in depths])
+        held.store(A, tier, [pack_keys([PROMPT[depth]]) for depth in depths])
     assert held.overlaps(PROMPT, [A], (), {A: in_flight} if in_flight else {}) == {A: overlap}
 
 
 def test_an_endpoint_that_is_not_believed_is_answered_for_from_what_was_sent_there() -> None:
     held = caches(A, B)
-    held.store(A, Tier.DEVICE, PROMPT)
+    held.store(A, Tier.DEVICE, [pack_keys(PROMPT)])
     held.sent(A, PROMPT[:4], now=0.0)
     held.sent(B, PROMPT[:2], now=0.0)
     assert held.overlaps(PROMPT, [B], [A], {A: 6}) == {A: Overlap(device=4, in_flight=6, predicted=True), B: Overlap()}
@@ -65,7 +66,7 @@ def test_an_endpoint_that_is_not_believed_is_answered_for_from_what_was_sent_the
 
 def test_R4_what_was_sent_while_events_were_live_is_known_when_they_die() -> None:
     held = caches(A)
-    held.store(A, Tier.DEVICE, PROMPT)
+    held.store(A, Tier.DEVICE, [pack_keys(PROMPT)])
     held.sent(A, PROMPT, now=0.0)
     assert held.overlaps(PROMPT, [A])[A] == Overlap(device=10, in_flight=10)
     assert held.overlaps(PROMPT, [], [A])[A] == Overlap(device=10, in_flight=10, predicted=True)
@@ -74,20 +75,20 @@ def test_R4_what_was_sent_while_events_were_live_is_known_when_they_die() -> Non
 def test_R7_after_a_restart_nothing_old_survives_neither_events_nor_predictions() -> None:
     held = caches(A, B)
     for end in (A, B):
-        held.store(end, Tier.DEVICE, PROMPT)
-        held.store(end, Tier.HOST, PROMPT)
+        held.store(end, Tier.DEVICE, [pack_keys(PROMPT)])
+        held.store(end, Tier.HOST, [pack_keys(PROMPT)])
         held.sent(end, PROMPT, now=0.0)
     held.restart(A)
     assert held.overlaps(PROMPT, [A, B]) == {A: Overlap(), B: Overlap(device=10, in_flight=10)}
     assert held.overlaps(PROMPT, [], [A]) == {A: Overlap(predicted=True)}
-    held.store(A, Tier.DEVICE, PROMPT[:2])
+    held.store(A, Tier.DEVICE, [pack_keys(PROMPT[:2])])
     assert held.overlaps(PROMPT, [A])[A] == Overlap(device=2, in_flight=2)
     held._check()
 
 
 def test_clear_forgets_what_events_said_and_keeps_what_was_sent() -> None:
     held = caches(A)
-    held.store(A, Tier.DEVICE, PROMPT)
+    held.store(A, Tier.DEVICE, [pack_keys(PROMPT)])
     held.sent(A, PROMPT, now=0.0)
     held.clear(A)
     assert held.size(A) == 0
@@ -96,11 +97,11 @@ def test_clear_forgets_what_events_said_and_keeps_what_was_sent() -> None:
 
 def test_R8_events_that_arrive_after_an_endpoint_has_left_are_ignored_and_counted() -> None:
     held = caches(A, B)
-    held.store(B, Tier.DEVICE, PROMPT)
+    held.store(B, Tier.DEVICE, [pack_keys(PROMPT)])
     held.discard(A)
     for depth in range(50):
-        held.store(A, Tier.DEVICE, [depth])
-    held.remove(A, Tier.DEVICE, [3])
+        held.store(A, Tier.DEVICE, [pack_keys([depth])])
+    held.remove(A, Tier.DEVICE, pack_keys([3]))
     held.clear(A)
     held.restart(A)
     held.sent(A, PROMPT, now=0.0)
@@ -115,7 +116,7 @@ def test_R8_events_that_arrive_after_an_endpoint_has_left_are_ignored_and_counte
 def test_R8_an_endpoint_that_comes_back_starts_empty_before_and_after_the_sweep() -> None:
     held = caches(A)
     for tier in Tier:
-        held.store(A, tier, PROMPT)
+        held.store(A, tier, [pack_keys(PROMPT)])
     held.sent(A, PROMPT, now=0.0)
     held.discard(A)
     held.add(A)
@@ -131,14 +132,14 @@ def test_R29_a_block_that_one_rank_drops_is_still_held_by_the_other() -> None:
     ranks = [endpoint("a", 0), endpoint("a", 1)]
     held = caches(*ranks)
     for rank in ranks:
-        held.store(rank, Tier.DEVICE, PROMPT)
-    held.remove(ranks[1], Tier.DEVICE, PROMPT)
+        held.store(rank, Tier.DEVICE, [pack_keys(PROMPT)])
+    held.remove(ranks[1], Tier.DEVICE, pack_keys(PROMPT))
     assert held.overlaps(PROMPT, ranks) == {ranks[0]: Overlap(device=10, in_flight=10), ranks[1]: Overlap()}
 
 
 def test_adding_an_endpoint_again_keeps_what_it_holds() -> None:
     held = caches(A)
-    held.store(A, Tier.DEVICE, PROMPT)
+    held.store(A, Tier.DEVICE, [pack_keys(PROMPT)])
     held.add(A, total_blocks=5)
     assert held.size(A) == 10
 
@@ -146,7 +147,7 @@ def test_adding_an_endpoint_again_keeps_what_it_holds() -> None:
 def test_a_bound_refuses_and_counts_and_leaves_the_head_of_the_prompt_known() -> None:
     held = Caches(max_blocks=4)
     held.add(A)
-    held.store(A, Tier.DEVICE, PROMPT)
+    held.store(A, Tier.DEVICE, [pack_keys(PROMPT)])
     assert held.refused == 6
     assert held.overlaps(PROMPT, [A])[A].device == 4
     assert held.memory_bytes() > 0

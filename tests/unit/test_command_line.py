@@ -10,6 +10,7 @@ import pytest
 import commutator
 
 ROOT = Path(commutator.__file__).parent
+NAMES = ", ".join(commutator.COMMANDS)
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str, **environ: str) -> tuple[int, str, str]:
@@ -41,9 +42,9 @@ def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ([], "commutator: error: a command is needed: serve, relay, simulate, advise; see commutator --help"),
+        ([], f"commutator: error: a command is needed: {NAMES}; see commutator --help"),
         (["serv"], "commutator: error: unknown command 'serv'; did you mean 'serve'?; see commutator --help"),
-        (["--port", "1"], "commutator: error: a command comes before --port: serve, relay, simulate, advise"),
+        (["--port", "1"], f"commutator: error: a command comes before --port: {NAMES}"),
         (["serve"], "commutator serve: error: engine: no engine is named; name at least one: --engine http://HOST:PORT"),
         (["serve", "--engine", "http://h:1", "--polic", "kv"], "commutator serve: error: unknown option --polic; did you mean '--policy'?"),
         (["serve", "--engine", "http://h:1", "--engine", "http://h:1/"], "commutator serve: error: --engine: http://h:1 is named 2 times"),
@@ -66,9 +67,9 @@ def test_what_cannot_be_used_is_one_clear_line_and_exit_code_2(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("policy", "flag", "value"),
     [
-        ("random", "--kv-overlap-score-credit", "2"),
-        ("session", "--kv-host-cache-hit-weight", "0.5"),
-        ("mine:Policy", "--kv-prefill-load-scale", "2"),
+        ("random", "--blocks-overlap-score-credit", "2"),
+        ("session", "--blocks-host-cache-hit-weight", "0.5"),
+        ("mine:Policy", "--blocks-prefill-load-scale", "2"),
         ("round-robin", "--predicted-ttl-s", "60"),
         ("least-loaded", "--tokenizer", "/models/m"),
         ("kv", "--session-header", "x-user"),
@@ -81,6 +82,14 @@ def test_U3_an_option_without_effect_is_an_error_that_names_it(
     code, _, err = said(capsys, "serve", "--engine", "http://h:1", "--policy", policy, flag, value)
     assert code == 2
     assert err.startswith(f"commutator serve: error: {flag}: has no effect with policy '{policy}'")
+
+
+def test_U3_options_of_pairs_that_contradict_each_other_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = said(capsys, "serve", "--engine", "http://h:1", "--disagg", "never", "--without-prefill", "enforce")
+    assert code == 2
+    assert err.startswith(
+        "commutator serve: error: --without-prefill: 'enforce' forbids decode engines to compute prompts, and --disagg never"
+    )
 
 
 @pytest.mark.parametrize("name", ["serve", "simulate"])

@@ -298,6 +298,16 @@ def test_an_engine_has_one_spelling_however_it_is_written(url: str) -> None:
         ("http://h:1,block-size=0", "block-size must be at least 1, not 0"),
         ("http://h:1,kv-events=h:2", "kv-events='h:2' is not a ZMQ address; write tcp://HOST:PORT"),
         ("http://h:1,kv-replay=tcp://h:2", "kv-replay has no effect without kv-events"),
+        ("http://h:1,connector=nixl", "connector has no effect without role=prefill or role=decode"),
+        ("http://h:1,role=aggregated,link=1GbE", "connector, bootstrap, link and group have no effect with role=aggregated"),
+        (
+            "http://h:1,role=decode,bootstrap=http://h:2",
+            "bootstrap has no effect with role=decode: it is where a prefill engine is asked for its part",
+        ),
+        (
+            "http://h:1,role=prefill,connector=nixl,bootstrap=http://h:2",
+            "bootstrap has no effect with connector=nixl, whose prefill engines say in each answer where they are asked",
+        ),
         ("http://h:1,http://h:2", "'http://h:2': expected key=value; a second engine is a second item"),
         ("http://h:1,role=decode,role=prefill", "'role' is given twice"),
         ("role=decode,http://h:1", "'role=decode,http://h:1': the URL comes first, then key=value parts"),
@@ -325,7 +335,16 @@ def test_any_command_line_and_environment_are_settings_or_a_configuration_error(
 def test_serve_s_settings_travel_whole_and_every_bound_of_theirs_can_be_checked() -> None:
     loaded = load(
         ServeSettings,
-        argv=["--engine", "http://a:1,api-key=k", "--admission-tenant-header", "x-tenant", "--kv-prefill-load-scale", "2"],
+        argv=[
+            "--engine",
+            "http://a:1,api-key=k",
+            "--admission-tenant-header",
+            "x-tenant",
+            "--policy",
+            "blocks",
+            "--blocks-prefill-load-scale",
+            "2",
+        ],
         environ={},
         read_file=str,
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.disagg import RELEARN_S, Facts, Measured, Mode, Pace, Paces, StaticRule, Why, decide
+from router.disagg import RELEARN_S, Facts, Measured, Mode, Pace, Paces, StaticRule, Tried, Why, decide
 
 BYTES_A_TOKEN = 100_000
 
@@ -75,12 +76,52 @@ def test_what_counts_besides_the_prompt() -> None:
 
 def test_a_way_that_has_not_been_tried_is_tried() -> None:
     assert Measured(Pace(), Pace(), Pace()).split(facts(4000), 0.0).why is Why.UNMEASURED
+    assert Measured(Pace(), Pace(), Pace(), Tried(at=0.0)).split(facts(4000), 1.0).why is Why.BEING_MEASURED
+    assert Measured(Pace(), Pace(), Pace(), Tried(at=0.0)).split(facts(4000), 1.0 + RELEARN_S).why is Why.UNMEASURED
 
 
 def test_a_slow_way_is_tried_again_after_a_while() -> None:
-    paces = measured(link_s=1e-8, now=100.0)
+    """When others have waited twenty times as long in the faster one."""
+    paces = msgspec.structs.replace(measured(link_s=1e-8, now=100.0), tried=Tried(waited_s=100.0))
     assert paces.split(facts(4000), 100.0 + RELEARN_S).why is Why.SLOWER
     assert paces.split(facts(4000), 100.1 + RELEARN_S).why is Why.UNMEASURED
+    for tried in (Tried(waited_s=50.0), Tried(at=101.0, waited_s=100.0)):
+        assert msgspec.structs.replace(paces, tried=tried).split(facts(4000), 100.1 + RELEARN_S).why is Why.SLOWER
+
+
+def test_a_prompt_longer_than_any_that_was_handed_over_is_tried() -> None:
+    paces = measured(link_s=1e-8)
+    assert paces.split(facts(10_000), 1.0).why is Why.SLOWER
+    assert paces.split(facts(10_001), 1.0).why is Why.UNMEASURED
+    assert msgspec.structs.replace(paces, tried=Tried(at=0.5)).split(facts(10_001), 1.0).why is Why.SLOWER, "one at a time"
+
+
+def test_what_is_under_way_for_long_tells_before_it_has_come() -> None:
+    paces = measured(link_s=1e-11)
+    assert paces.split(facts(4000, decoding=3), 0.0).why is Why.FASTER
+    assert msgspec.structs.replace(paces, overdue_s=1.7).split(facts(4000, decoding=3), 0.0).why is Why.SLOWER
+
+
+def test_what_was_seen_long_ago_gives_way_and_what_is_only_rough_too() -> None:
+    pace = Pace()
+    pace.took(1000, 9.0, 0.0)
+    pace.took(1000, 1.0, 0.1 + RELEARN_S)
+    assert pace.seconds(1000) == pytest.approx(1.0)
+    pace.took(1000, 5.0, RELEARN_S, rough=True)
+    assert pace.seconds(1000) == pytest.approx(1.0), "better is known"
+    pace.took(1000, 5.0, 0.2 + 2 * RELEARN_S, rough=True)
+    assert pace.seconds(1000) == pytest.approx(5.0)
+    pace.took(1000, 2.0, 0.3 + 2 * RELEARN_S)
+    assert pace.seconds(1000) == pytest.approx(2.0)
+
+
+def test_a_long_prompt_is_not_forgotten_over_short_ones() -> None:
+    pace = Pace()
+    pace.took(4000, 1.0, 0.0)
+    for number in range(1000):
+        pace.took(16, 0.01, number * 0.01)
+    assert pace.seconds(4000) == pytest.approx(1.0)
+    assert pace.seconds(16) == pytest.approx(0.01)
 
 
 def test_without_a_local_measurement_prefill_stands_in() -> None:
@@ -105,10 +146,8 @@ def test_a_pace_never_expects_less_than_nothing(seen: list[tuple[int, float]], a
     pace = Pace()
     for tokens, seconds in seen:
         pace.took(tokens, seconds, 0.0)
-    fixed, per_unit = pace.line()
-    assert fixed >= -1e-6
-    assert per_unit >= 0
-    assert pace.seconds(amount) >= -1e-6
+    assert pace.seconds(amount) >= 0
+    assert 0 <= pace.rise(amount) <= pace.seconds(amount)
 
 
 def test_a_pace_follows_a_link_that_changes() -> None:

@@ -12,8 +12,7 @@ from discovery.digests import digest_of
 from discovery.feed import MOST_WAITING_BLOCKS, PIECE_BYTES, Feed, pieces
 from discovery.messages import Batch, Beacon, Clear, Op, Remove, Store, StreamMessage
 from discovery.signal import LIVE, SignalState
-from discovery.translate import Change
-from engines.blocks import block_keys, pack_keys, pack_tokens, root_seed
+from engines.blocks import block_keys, pack_keys, pack_tokens, root_seed, unpack_keys
 from engines.events import Cleared, KvBatch, KvEvent, Removed, Stored
 from engines.types import Endpoint, Tier
 
@@ -233,7 +232,7 @@ def test_a_feed_that_was_ended_sends_nothing() -> None:
 @pytest.mark.parametrize("limit", [8, 16, 24, 1000])
 def test_pieces_hold_the_same_operations_in_the_same_order(limit: int) -> None:
     ops: list[Op] = [
-        Store(Tier.DEVICE, pack_keys(range(7))),
+        Store(Tier.DEVICE, pack_keys(range(7)), [3, 1, 3]),
         Clear(),
         Remove(Tier.HOST, pack_keys(range(3))),
         Store(Tier.HOST, b""),
@@ -275,7 +274,8 @@ class Waiting(Sent):
         self.batch(stored(100, 1, 2))  # after the first one, the block size is known and told
         self.take()
 
-    def ask(self) -> None:
+    def ask(self, feed: Feed) -> None:
+        assert feed is self.feed
         self.asked += 1
 
 
@@ -303,7 +303,7 @@ def test_a_beacon_and_a_snapshot_come_after_what_they_count() -> None:
     [batch] = sent.take()
     assert isinstance(batch, Batch)
     assert (batch.seq, chunk.seq) == (2, 3)
-    assert chunk.ops == [Store(Tier.DEVICE, pack_keys([key(1, 2), key(3, 4), key(5, 6)]))]
+    assert chunk.ops == [Store(Tier.DEVICE, pack_keys([key(1, 2), key(3, 4), key(5, 6)]), [1, 1, 1])]
 
 
 def test_what_waits_when_a_new_epoch_begins_is_never_sent() -> None:
@@ -328,8 +328,8 @@ def test_a_copy_in_this_process_is_told_at_once_and_of_the_rest_as_the_bus_is() 
     told: list[object] = []
 
     class Told:
-        def changed(self, endpoint: Endpoint, changes: Sequence[Change]) -> None:
-            told.extend((change.kind, change.keys) for change in changes)
+        def changed(self, endpoint: Endpoint, changes: Sequence[Op]) -> None:
+            told.extend(changes)
 
         def renewed(self, endpoint: Endpoint) -> None:
             told.append("renewed")
@@ -345,7 +345,13 @@ def test_a_copy_in_this_process_is_told_at_once_and_of_the_rest_as_the_bus_is() 
     feed.lost(2, 3)
     feed.end()
     feed.batch(KvBatch(0.0, 0, [stored(100, 1, 2)]))
-    assert told == [(Store, [key(1, 2), key(3, 4)]), 0, (Remove, [key(1, 2)]), "renewed", 0]
+    assert told == [
+        Store(Tier.DEVICE, pack_keys([key(1, 2), key(3, 4)]), [1, 1]),
+        0,
+        Remove(Tier.DEVICE, pack_keys([key(1, 2)])),
+        "renewed",
+        0,
+    ]
 
 
 def test_the_digest_of_a_beacon_is_that_of_all_that_is_held() -> None:
@@ -357,5 +363,17 @@ def test_the_digest_of_a_beacon_is_that_of_all_that_is_held() -> None:
         sent.feed.beacon()
         beacon = sent.take()[-1]
         assert isinstance(beacon, Beacon)
-        pairs = [digest_of(key, change.tier) for change in sent.feed.held() for key in change.keys]
+        pairs = [digest_of(key, store.tier) for piece in sent.feed.held() for store in [piece()] for key in unpack_keys(store.keys)]
         assert (beacon.blocks, beacon.digest) == (len(pairs), functools.reduce(operator.xor, pairs, 0))
+
+
+def test_how_late_events_are_is_told_of_those_that_come_live_and_not_of_a_replay() -> None:
+    feed = Feed(Endpoint("http://e:1"), None, lambda: "life.0", None, wall=lambda: 1000.0)
+    feed.batch(KvBatch(10.0, 0, [stored(100, 1, 2)]))
+    assert feed.counts.lag_s == 0.0
+    feed.caught_up()
+    feed.batch(KvBatch(999.5, 0, [stored(101, 3, 4)]))
+    assert feed.counts.lag_s == 0.5
+    feed.batch(KvBatch(20.0, 0, [stored(102, 5, 6)]))
+    feed.caught_up()
+    assert feed.counts.lag_s == 0.0, "what came on a new connection before it had caught up was a replay's"

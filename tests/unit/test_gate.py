@@ -14,8 +14,9 @@ from router.admission import QueueLimits, Reason, Shed
 from router.caches import Caches
 from router.calibration import Calibration
 from router.chooser import Choice, Chooser
+from router.entrance import AT_ONCE, HeaderNames, Place, Visit
 from router.fleet import Fleet, Member
-from router.gate import AT_ONCE, Gate, HeaderNames, Place, Visit
+from router.gate import Gate
 from router.intake import Asked
 from router.load import LoadBook, Reservation
 from router.routes import INFERENCE

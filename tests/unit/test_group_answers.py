@@ -50,6 +50,15 @@ def test_counters_are_sums_that_a_process_s_end_does_not_lower() -> None:
     assert total(together) == {"requests_total": 13}
 
 
+@pytest.mark.parametrize("name", ["router_kv_link_bytes_per_second", "router_kv_link_slow"])
+def test_a_link_is_one_link_for_all_processes(name: str) -> None:
+    together = Pages()
+    together.take("a", gauge(name, 5))
+    together.take("b", gauge(name, 7))
+    together.take("c", counter(1))
+    assert total(together)[name] == 7
+
+
 def test_a_series_that_begins_anew_within_a_process_goes_on_where_it_was() -> None:
     together = Pages()
     together.take("a", counter(5, engine="e"))

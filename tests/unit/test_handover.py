@@ -18,11 +18,12 @@ from engines.handover import (
     decode_leg,
     decode_leg_as_asked,
     engine_ids,
+    handshake_for,
     prefill_leg,
     prefill_leg_as_asked,
     room_for,
 )
-from engines.types import EngineKind
+from engines.types import Connector, EngineInfo, EngineKind, EngineSpec
 from tests.raw_engine import NIXL_OFFER
 
 IDS = Raw(b"[5,6,7]")
@@ -138,3 +139,21 @@ def test_engines_own_routes_have_their_limit_in_the_sampling_parameters(kind: En
         "text": "x",
         "sampling_params": {limit: 1, "temperature": 0, "ignore_eos": True},
     }
+
+
+def test_a_chat_that_goes_on_elsewhere_keeps_the_ids_it_goes_on_from() -> None:
+    """Without them, both engines would begin the answer anew."""
+    body = fields({"messages": [], "kv_transfer_params": {"prompt_token_ids": [5, 6, 7]}})
+    there = msgspec.json.decode(prefill_leg_as_asked(EngineKind.VLLM, body, Nixl().prefill()))
+    here = msgspec.json.decode(decode_leg_as_asked(body, {"kv_transfer_params": NIXL_OFFER}))
+    assert there["kv_transfer_params"] == {"do_remote_decode": True, "prompt_token_ids": [5, 6, 7]}
+    assert here["kv_transfer_params"] == NIXL_OFFER | {"prompt_token_ids": [5, 6, 7]}
+
+
+@pytest.mark.parametrize(("ranks", "told"), [((0, 1, 2), {"disagg_prefill_dp_rank": 2}), ((2,), {})])
+def test_both_legs_are_told_which_of_several_ranks_computes(ranks: tuple[int, ...], told: dict[str, int]) -> None:
+    spec = EngineSpec("http://p:8000")
+    info = EngineInfo(spec.url, spec, EngineKind.SGLANG, "1", (), ranks=ranks, connector=Connector.ROOMS, bootstrap="http://p:8998")
+    handshake = handshake_for(info, 2, 1000)
+    assert handshake.prefill() == handshake.decode(b"")
+    assert {name: value for name, value in handshake.prefill().items() if not name.startswith("bootstrap_")} == told

@@ -19,7 +19,7 @@ def test_the_examples_in_its_text_are_true() -> None:
 def test_a_request_is_prefill_until_its_first_token_and_active_until_its_end() -> None:
     book = LoadBook()
     with book.reserve(A, chain(1, 3), uncached_tokens=50) as reservation:
-        assert book.load(A, 0.0) == Load(active_requests=1, active_prefill_tokens=50, active_blocks=3, last_assigned=1)
+        assert book.load(A, 0.0) == Load(active_requests=1, active_prefill_tokens=50, active_blocks=3, last_assigned=1, computing=1)
         reservation.first_token()
         assert book.load(A, 0.0) == Load(active_requests=1, active_prefill_tokens=0, active_blocks=3, last_assigned=1)
     assert book.load(A, 0.0) == Load(last_assigned=1)
@@ -70,7 +70,7 @@ def test_a_reservation_of_a_forgotten_endpoint_is_harmless_even_when_the_endpoin
     new = book.reserve(A, chain(1, 2), 32)
     old.first_token()
     old.release()
-    assert book.load(A, 0.0) == Load(active_requests=1, active_prefill_tokens=32, active_blocks=2, last_assigned=2)
+    assert book.load(A, 0.0) == Load(active_requests=1, active_prefill_tokens=32, active_blocks=2, last_assigned=2, computing=1)
     new.release()
     book.forget(B)
     book._check()

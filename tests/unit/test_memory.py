@@ -7,6 +7,7 @@ import os
 from itertools import pairwise
 from pathlib import Path
 
+from engines.blocks import pack_keys
 from engines.types import Tier
 from router.caches import Caches
 from router.load import LoadBook
@@ -37,7 +38,7 @@ def test_M1_after_a_million_unique_prompts_memory_has_levelled_off_under_the_cap
     for number in range(PROMPTS):
         engine = engines[number % ENGINES]
         keys = [(number << 20) | 1, (number << 20) | 2]  # as unlike as hashes are where it counts: in no other prompt
-        caches.store(engine, Tier.DEVICE, keys)  # and never evicted: what would grow without the cap
+        caches.store(engine, Tier.DEVICE, [pack_keys(keys)])  # and never evicted: what would grow without the cap
         if number % ROUTED == 0:
             with book.reserve(engine, keys, 32):
                 caches.sent(engine, keys, 0.0)

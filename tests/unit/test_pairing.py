@@ -20,6 +20,11 @@ def pair(there: str = "p", here: str = "d") -> tuple[Endpoint, Endpoint]:
     return end(there), end(here)
 
 
+def bytes_of(count: int) -> Facts:
+    """A prompt of so many bytes."""
+    return Facts(1000, carried=count)
+
+
 def info(name: str, *, link: str | None = None) -> EngineInfo:
     spec = EngineSpec(end(name).engine, role=Role.PREFILL, link=link)
     return EngineInfo(spec.url, spec, EngineKind.VLLM, "1", (Model("m"),), role=Role.PREFILL)
@@ -33,7 +38,7 @@ def test_a_pair_that_fails_is_left_alone_twice_as_long_each_time() -> None:
         assert pairing.usable(pair("other"), now)
         now += wait_s
         assert pairing.usable(pair(), now)
-    pairing.transferred(pair(), 1, 0.1, now)
+    pairing.transferred(pair(), bytes_of(1), 0.1, now)
     pairing.failed(pair(), now)
     assert pairing.usable(pair(), now + 2.0), "a transfer that came through makes up for those that did not"
 
@@ -41,15 +46,15 @@ def test_a_pair_that_fails_is_left_alone_twice_as_long_each_time() -> None:
 def test_a_link_slower_than_it_should_be_is_told_once_with_both_numbers() -> None:
     pairing = Pairing(DisaggRules())
     pairing.know(info("p", link="10GB/s"), None)
-    assert pairing.transferred(pair(), int(GB), 0.1, 0.0) is None
-    told = [pairing.transferred(pair(), int(GB), 5.0, 1.0) for _ in range(10)]
+    assert pairing.transferred(pair(), bytes_of(int(GB)), 0.1, 0.0) is None
+    told = [pairing.transferred(pair(), bytes_of(int(GB)), 5.0, 1.0) for _ in range(10)]
     (slow,) = [one for one in told if one is not None]
     assert slow.by == "its link"
     assert slow.expected_s == pytest.approx(0.1)
     assert "10,000 MB/s" in str(slow)
     assert pair() in pairing.slow
     for _ in range(100):
-        pairing.transferred(pair(), int(GB), 0.1, 2.0)
+        pairing.transferred(pair(), bytes_of(int(GB)), 0.1, 2.0)
     assert not pairing.slow
     assert dict(pairing.throughputs())[pair()] == pytest.approx(10 * GB, rel=0.5)
 
@@ -58,7 +63,7 @@ def test_small_transfers_say_nothing_of_a_link() -> None:
     """A first token takes its time whatever the link."""
     pairing = Pairing(DisaggRules())
     pairing.know(info("p", link="10GB/s"), None)
-    assert [pairing.transferred(pair(), 1_000_000, 0.15, 0.0) for _ in range(10)] == [None] * 10
+    assert [pairing.transferred(pair(), bytes_of(1_000_000), 0.15, 0.0) for _ in range(10)] == [None] * 10
 
 
 @pytest.mark.parametrize("peers", [2, 3])
@@ -66,8 +71,8 @@ def test_a_pair_is_held_against_its_peers_where_there_are_enough(peers: int) -> 
     pairing = Pairing(DisaggRules())
     for number in range(peers):
         for _ in range(5):
-            assert pairing.transferred(pair(f"p{number}"), int(GB), 0.1, 0.0) is None
-    told = [pairing.transferred(pair("slow"), int(GB), 0.1 * SLOWER + 0.3, 0.0) for _ in range(3)]
+            assert pairing.transferred(pair(f"p{number}"), bytes_of(int(GB)), 0.1, 0.0) is None
+    told = [pairing.transferred(pair("slow"), bytes_of(int(GB)), 0.1 * SLOWER + 0.3, 0.0) for _ in range(3)]
     assert any(told) is (peers == 3)
 
 
@@ -75,7 +80,7 @@ def test_measured_leaves_a_slow_pair_out_and_tries_it_again() -> None:
     for mode in (Mode.MEASURED, Mode.ALWAYS):
         pairing = Pairing(DisaggRules(mode))
         pairing.know(info("p", link="10GB/s"), None)
-        pairing.transferred(pair(), int(GB), 5.0, 100.0)
+        pairing.transferred(pair(), bytes_of(int(GB)), 5.0, 100.0)
         assert pairing.usable(pair(), 101.0) is (mode is Mode.ALWAYS)
         assert pairing.usable(pair(), 100.0 + RELEARN_S)
 
@@ -90,7 +95,7 @@ def test_bytes_are_the_models() -> None:
 def test_nothing_is_kept_of_an_engine_that_has_left() -> None:
     pairing = Pairing(DisaggRules(Mode.MEASURED))
     pairing.know(info("p", link="10GB/s"), None)
-    pairing.transferred(pair(), int(GB), 5.0, 0.0)
+    pairing.transferred(pair(), bytes_of(int(GB)), 5.0, 0.0)
     pairing.failed(pair(), 0.0)
     pairing.forget(end("p"))
     assert (pairing.slow, list(pairing.throughputs())) == ({}, [])

@@ -136,3 +136,54 @@ def test_what_is_not_followed_cannot_be_changed(roster: Roster) -> None:
         roster.undrain(URL)
     with pytest.raises(UnknownEngine):
         roster.remove(URL, now=True)
+
+
+def test_what_a_source_no_longer_finds_drains_and_goes(roster: Roster, fleet: Fleet, followed: Followed, load: LoadBook) -> None:
+    roster.follow(EngineSpec(URL), "docker")
+    with load.reserve(Endpoint(URL), [], 0):
+        roster.release(URL)
+        assert fleet.members[URL].draining
+        roster.sweep()
+        assert list(followed.specs) == [URL]
+    roster.sweep()
+    assert not followed.specs
+    roster.release(URL)
+
+
+def test_what_is_found_again_while_it_drains_stays_as_it_was(roster: Roster, fleet: Fleet, followed: Followed, load: LoadBook) -> None:
+    roster.follow(EngineSpec(URL), "docker")
+    member = fleet.members[URL]
+    with load.reserve(Endpoint(URL), [], 0):
+        roster.release(URL)
+        roster.follow(EngineSpec(URL), "docker")
+        assert fleet.members[URL] is member
+        assert not member.draining
+    roster.sweep()
+    assert list(followed.specs) == [URL]
+
+
+def test_an_operators_drain_outlasts_what_a_source_says(roster: Roster, fleet: Fleet, load: LoadBook) -> None:
+    roster.follow(EngineSpec(URL), "docker")
+    roster.drain(URL)
+    with load.reserve(Endpoint(URL), [], 0):
+        roster.release(URL)
+        roster.follow(EngineSpec(URL), "docker")
+    assert fleet.members[URL].draining
+
+
+def test_H9_found_by_other_words_it_replaces_what_was_there(roster: Roster, fleet: Fleet) -> None:
+    roster.follow(EngineSpec(URL), "docker")
+    roster.follow(EngineSpec(URL, role=Role.PREFILL), "docker")
+    assert fleet.members[URL].info.spec.role is Role.PREFILL
+    assert fleet.of_model("m") == [fleet.members[URL]]
+
+
+@pytest.mark.parametrize("found_first", [True, False])
+def test_what_an_operator_has_named_is_no_sources_to_change(roster: Roster, fleet: Fleet, followed: Followed, found_first: bool) -> None:
+    if found_first:
+        roster.follow(EngineSpec(URL), "docker")
+    roster.add(EngineSpec(URL))
+    roster.follow(EngineSpec(URL, role=Role.PREFILL), "docker")
+    roster.release(URL)
+    assert followed.specs == {URL: EngineSpec(URL)}
+    assert not fleet.members[URL].draining

@@ -8,7 +8,8 @@ from engines.metrics import CacheConfig, EngineLoad, read_boot, read_cache_confi
 from engines.simulator.cache import BlockCache
 from engines.simulator.hashes import BlockNamer
 from engines.simulator.metrics import page
-from engines.simulator.scheduler import Limits, Prompt, Scheduler, Sequence
+from engines.simulator.scheduler import Limits, Scheduler
+from engines.simulator.sequences import Prompt, Spoken
 from engines.simulator.timing import Timing
 from engines.simulator.words import Words
 from engines.types import EngineKind
@@ -16,9 +17,9 @@ from engines.types import EngineKind
 
 def busy(kind: EngineKind) -> Scheduler:
     """One sequence running on 2 of 8 blocks, one waiting."""
-    scheduler = Scheduler(BlockCache(8, 4), Timing(1.0, 1.0, 1.0, 1.0), Limits(1, 64), Words({9: " a"}))
+    scheduler = Scheduler(BlockCache(8, 4), Timing(1.0, 1.0, 1.0, 1.0), Limits(1, 64))
     for _ in range(2):
-        scheduler.submit(Sequence(Prompt(list(range(6)), 5), BlockNamer(kind, 4).chain()))
+        scheduler.submit(Spoken(Prompt(list(range(6)), 5), BlockNamer(kind, 4).chain(), Words({9: " a"})))
     scheduler.plan()
     return scheduler
 

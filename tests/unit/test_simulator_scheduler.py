@@ -9,7 +9,8 @@ import pytest
 from engines.simulator.cache import BlockCache, Removed, Stored
 from engines.simulator.handover import Fetch, Handover, Keep, contents
 from engines.simulator.hashes import BlockNamer
-from engines.simulator.scheduler import Limits, Prompt, Scheduler, Sequence
+from engines.simulator.scheduler import Limits, Scheduler
+from engines.simulator.sequences import Prompt, Sequence, Spoken
 from engines.simulator.timing import Timing
 from engines.simulator.words import Words
 from engines.types import EngineKind
@@ -34,13 +35,13 @@ class Played:
         self.cache = BlockCache(blocks, SIZE, duplicates=not sglang)
         timing = Timing(prefill_tokens_per_s=1000.0, decode_step_s=0.01, decode_sequence_s=0.001, speedup=1.0)
         limits = Limits(sequences, tokens)
-        self.scheduler = Scheduler(self.cache, timing, limits, WORDS, stores_generated_at_end=sglang, prefix_caching=prefix_caching)
+        self.scheduler = Scheduler(self.cache, timing, limits, stores_generated_at_end=sglang, prefix_caching=prefix_caching)
         self.namer = BlockNamer(kind, SIZE)
         self.time_s = 0.0
         self.steps: list[list[object]] = []
 
-    def submit(self, tokens: list[int], limit: int = 1, salt: str | None = None, handover: Handover | None = None) -> Sequence:
-        sequence = Sequence(Prompt(tokens, limit, salt=salt, handover=handover), self.namer.chain(salt))
+    def submit(self, tokens: list[int], limit: int = 1, salt: str | None = None, handover: Handover | None = None) -> Spoken:
+        sequence = Spoken(Prompt(tokens, limit, salt=salt, handover=handover), self.namer.chain(salt), WORDS)
         self.scheduler.submit(sequence)
         return sequence
 
@@ -204,7 +205,7 @@ def test_no_block_is_lost_however_requests_come_and_go(kind: EngineKind) -> None
     for seed in range(10):
         chance = random.Random(seed)
         played = Played(blocks=20, tokens=16, sequences=4, kind=kind)
-        alive: list[Sequence] = []
+        alive: list[Spoken] = []
         for _ in range(150):
             if chance.random() < 0.5:
                 prompt = [chance.randrange(3)] * chance.randint(1, 8) + list(range(chance.randint(0, 20)))
@@ -313,7 +314,7 @@ def test_blocks_are_kept_until_they_are_forgotten_and_nobody_gets_them_before() 
 @pytest.mark.parametrize(("after_stop", "kept"), [(True, 1), (False, 0)])
 def test_an_answer_that_ended_by_itself_is_kept_where_that_does_not_matter(after_stop: bool, kept: int) -> None:
     played = Played()
-    sequence = Sequence(Prompt([1, 2], 1, "stop", handover=Keep("key", after_stop=after_stop)), played.namer.chain())
+    sequence = Spoken(Prompt([1, 2], 1, "stop", handover=Keep("key", after_stop=after_stop)), played.namer.chain(), WORDS)
     played.scheduler.submit(sequence)
     played.finish()
     assert (len(played.scheduler.kept), played.cache.used) == (kept, kept)

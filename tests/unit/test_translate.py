@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from discovery.messages import Clear, Op, Remove, Store
-from discovery.translate import Change, Translator
+from discovery.translate import Translator
 from engines.blocks import block_keys, pack_keys, pack_tokens, root_seed, unpack_keys
 from engines.events import Cleared, KvEvent, Removed, Skipped, SkipReason, Stored, decode
 from engines.types import Tier
@@ -29,18 +29,14 @@ def keys(op: Op) -> list[int]:
     return unpack_keys(op.keys)
 
 
-def ops_of(changes: list[Change]) -> list[Op]:
-    return [change.op() for change in changes]
-
-
 def held(translator: Translator) -> dict[Tier, set[int]]:
     translator._check()
-    return {op.tier: set(keys(op)) for op in ops_of(translator.held()) if isinstance(op, Store)}
+    return {held.tier: set(held.keys) for held in translator.held()}
 
 
 def test_a_stored_chain_is_told_under_our_own_keys() -> None:
     translator = Translator()
-    assert ops_of(translator.apply([chain([1, 2, 3])])) == [Store(Tier.DEVICE, pack_keys(KEYS))]
+    assert translator.apply([chain([1, 2, 3])]) == [Store(Tier.DEVICE, pack_keys(KEYS))]
     assert translator.blocks == 3
     assert translator.block_size == SIZE
 
@@ -48,27 +44,27 @@ def test_a_stored_chain_is_told_under_our_own_keys() -> None:
 def test_a_chain_goes_on_from_its_parents_key() -> None:
     translator = Translator()
     translator.apply([chain([1])])
-    assert ops_of(translator.apply([Stored([2, 3], 1, TOKENS[4:], SIZE)])) == [Store(Tier.DEVICE, pack_keys(KEYS[1:]))]
+    assert translator.apply([Stored([2, 3], 1, TOKENS[4:], SIZE)]) == [Store(Tier.DEVICE, pack_keys(KEYS[1:]))]
 
 
 def test_R11_a_block_stored_twice_is_held_until_it_is_removed_twice() -> None:
     translator = Translator()
     translator.apply([chain([1, 2, 3])])
-    assert ops_of(translator.apply([Stored([3], 2, TOKENS[8:], SIZE)])) == []
-    assert ops_of(translator.apply([Removed([3])])) == []
+    assert translator.apply([Stored([3], 2, TOKENS[8:], SIZE)]) == []
+    assert translator.apply([Removed([3])]) == []
     assert translator.blocks == 3
-    assert ops_of(translator.apply([Removed([3])])) == [Remove(Tier.DEVICE, pack_keys(KEYS[2:]))]
+    assert translator.apply([Removed([3])]) == [Remove(Tier.DEVICE, pack_keys(KEYS[2:]))]
     assert held(translator) == {Tier.DEVICE: set(KEYS[:2])}
 
 
 def test_R12_groups_that_do_not_hold_whole_prefixes_are_not_indexed_and_counted_as_skipped() -> None:
     translator = Translator()
     window = Skipped("BlockStored", SkipReason.NOT_FULL_ATTENTION, 0)
-    ops = ops_of(translator.apply([window, chain([1, 2], group=1), Removed([1], group=0)]))
+    ops = translator.apply([window, chain([1, 2], group=1), Removed([1], group=0)])
     assert ops == [Store(Tier.DEVICE, pack_keys(KEYS[:2]))]
     assert translator.skipped == {SkipReason.NOT_FULL_ATTENTION: 2}
     assert translator.unknown_removals == 0
-    assert ops_of(translator.apply([Removed([1], group=1)])) == [Remove(Tier.DEVICE, pack_keys(KEYS[:1]))]
+    assert translator.apply([Removed([1], group=1)]) == [Remove(Tier.DEVICE, pack_keys(KEYS[:1]))]
 
 
 def test_R12_a_real_hybrid_model_is_indexed_by_its_full_attention_group_alone() -> None:
@@ -115,7 +111,7 @@ def test_a_configured_block_size_that_agrees_is_no_mismatch() -> None:
 
 def test_a_block_size_that_changes_under_held_blocks_is_skipped_and_visible() -> None:
     translator = Translator()
-    assert ops_of(translator.apply([chain([1, 2, 3]), Stored([9], None, TOKENS[:2], 2)])) == [Store(Tier.DEVICE, pack_keys(KEYS))]
+    assert translator.apply([chain([1, 2, 3]), Stored([9], None, TOKENS[:2], 2)]) == [Store(Tier.DEVICE, pack_keys(KEYS))]
     assert translator.skipped == {SkipReason.BLOCK_SIZE: 1}
     assert translator.block_size == SIZE
     assert "blocks of 2" in translator.mismatch
@@ -124,7 +120,7 @@ def test_a_block_size_that_changes_under_held_blocks_is_skipped_and_visible() ->
 def test_a_new_life_may_have_another_block_size() -> None:
     translator = Translator()
     translator.apply([chain([1, 2, 3]), Stored([9], None, TOKENS[:2], 2)])
-    assert ops_of(translator.clear()) == [Clear()]
+    assert translator.clear() == [Clear()]
     assert translator.mismatch == ""
     translator.apply([Stored([1], None, TOKENS[:2], 2)])
     assert (translator.block_size, translator.blocks, translator.mismatch) == (2, 1, "")
@@ -132,51 +128,51 @@ def test_a_new_life_may_have_another_block_size() -> None:
 
 def test_offloaded_blocks_of_another_size_are_skipped_and_teach_nothing() -> None:
     translator = Translator()
-    assert ops_of(translator.apply([Stored([9], None, TOKENS[:8], 8, Tier.HOST)])) == []
+    assert translator.apply([Stored([9], None, TOKENS[:8], 8, Tier.HOST)]) == []
     assert translator.block_size is None
     translator.apply([chain([1])])
-    assert ops_of(translator.apply([Stored([9], None, TOKENS[:8], 8, Tier.HOST)])) == []
+    assert translator.apply([Stored([9], None, TOKENS[:8], 8, Tier.HOST)]) == []
     assert translator.skipped == {SkipReason.BLOCK_SIZE: 2}
     assert translator.mismatch == ""
 
 
 def test_tiers_are_held_apart_and_told_apart() -> None:
     translator = Translator()
-    ops = ops_of(translator.apply([chain([1, 2]), chain([1, 2], tier=Tier.HOST), Removed([1, 2])]))
+    ops = translator.apply([chain([1, 2]), chain([1, 2], tier=Tier.HOST), Removed([1, 2])])
     packed = pack_keys(KEYS[:2])
     assert ops == [Store(Tier.DEVICE, packed), Store(Tier.HOST, packed), Remove(Tier.DEVICE, packed)]
     assert held(translator) == {Tier.HOST: set(KEYS[:2])}
-    assert ops_of(translator.apply([Removed([1, 2], Tier.HOST)])) == [Remove(Tier.HOST, packed)]
+    assert translator.apply([Removed([1, 2], Tier.HOST)]) == [Remove(Tier.HOST, packed)]
     assert translator.blocks == 0
 
 
 def test_a_host_copy_may_have_its_parent_on_the_device_only() -> None:
     translator = Translator()
     translator.apply([chain([1])])
-    assert ops_of(translator.apply([Stored([2], 1, TOKENS[4:8], SIZE, Tier.HOST)])) == [Store(Tier.HOST, pack_keys(KEYS[1:2]))]
+    assert translator.apply([Stored([2], 1, TOKENS[4:8], SIZE, Tier.HOST)]) == [Store(Tier.HOST, pack_keys(KEYS[1:2]))]
     assert translator.orphans == 0
 
 
 def test_two_names_for_one_key_hold_it_until_both_are_gone() -> None:
     translator = Translator()
-    assert ops_of(translator.apply([chain([1]), chain([2])])) == [Store(Tier.DEVICE, pack_keys(KEYS[:1]))]
-    assert ops_of(translator.apply([Removed([1])])) == []
-    assert ops_of(translator.apply([Removed([2])])) == [Remove(Tier.DEVICE, pack_keys(KEYS[:1]))]
+    assert translator.apply([chain([1]), chain([2])]) == [Store(Tier.DEVICE, pack_keys(KEYS[:1]))]
+    assert translator.apply([Removed([1])]) == []
+    assert translator.apply([Removed([2])]) == [Remove(Tier.DEVICE, pack_keys(KEYS[:1]))]
 
 
 def test_two_groups_hold_a_key_until_both_let_go() -> None:
     translator = Translator()
     translator.apply([chain([1], group=0), chain([1], group=1)])
     assert translator.blocks == 1
-    assert ops_of(translator.apply([Removed([1], group=1)])) == []
-    assert ops_of(translator.apply([Removed([1], group=0)])) == [Remove(Tier.DEVICE, pack_keys(KEYS[:1]))]
+    assert translator.apply([Removed([1], group=1)]) == []
+    assert translator.apply([Removed([1], group=0)]) == [Remove(Tier.DEVICE, pack_keys(KEYS[:1]))]
 
 
 def test_neighbouring_changes_are_joined_and_their_order_is_kept() -> None:
     translator = Translator()
     events: list[KvEvent] = [chain([1]), Stored([2], 1, TOKENS[4:8], SIZE), Removed([2]), Removed([1]), chain([1])]
     first, second = pack_keys(KEYS[:2]), pack_keys(KEYS[1::-1])
-    assert ops_of(translator.apply(events)) == [
+    assert translator.apply(events) == [
         Store(Tier.DEVICE, first),
         Remove(Tier.DEVICE, second),
         Store(Tier.DEVICE, pack_keys(KEYS[:1])),
@@ -185,20 +181,20 @@ def test_neighbouring_changes_are_joined_and_their_order_is_kept() -> None:
 
 def test_a_clear_forgets_every_tier_and_group_and_is_told_only_when_something_was_held() -> None:
     translator = Translator()
-    assert ops_of(translator.apply([Cleared(), Cleared()])) == []
+    assert translator.apply([Cleared(), Cleared()]) == []
     translator.apply([chain([1, 2]), chain([1], tier=Tier.HOST, group=2)])
-    assert ops_of(translator.apply([Cleared(), Cleared(), chain([1])])) == [Clear(), Store(Tier.DEVICE, pack_keys(KEYS[:1]))]
+    assert translator.apply([Cleared(), Cleared(), chain([1])]) == [Clear(), Store(Tier.DEVICE, pack_keys(KEYS[:1]))]
     assert held(translator) == {Tier.DEVICE: set(KEYS[:1])}
-    assert ops_of(translator.clear()) == [Clear()]
-    assert ops_of(translator.clear()) == []
+    assert translator.clear() == [Clear()]
+    assert translator.clear() == []
     assert translator.blocks == 0
 
 
 def test_blocks_under_an_unknown_parent_are_counted_and_not_placed() -> None:
     translator = Translator()
-    assert ops_of(translator.apply([Stored([2, 3], 1, TOKENS[4:], SIZE)])) == []
+    assert translator.apply([Stored([2, 3], 1, TOKENS[4:], SIZE)]) == []
     assert (translator.orphans, translator.blocks) == (2, 0)
-    assert ops_of(translator.apply([Removed([3])])) == []
+    assert translator.apply([Removed([3])]) == []
     assert translator.unknown_removals == 1
     translator.clear()
     assert (translator.orphans, translator.unknown_removals) == (0, 0)
@@ -208,7 +204,7 @@ def test_R14_R15_adapters_and_salts_never_meet_each_other_or_the_plain_prompt() 
     seen: set[int] = set()
     for lora, salt in [(None, None), ("ad1", None), (None, "s1"), ("ad1", "s1"), ("ad2", None)]:
         translator = Translator()
-        (op,) = ops_of(translator.apply([chain([1, 2, 3], lora=lora, salt=salt)]))
+        (op,) = translator.apply([chain([1, 2, 3], lora=lora, salt=salt)])
         assert keys(op) == block_keys(pack_tokens(TOKENS), SIZE, root_seed(lora, salt))
         assert not seen & set(keys(op))
         seen |= set(keys(op))
@@ -220,8 +216,8 @@ def test_R15_a_chain_that_sglang_keeps_twice_under_one_name_is_held_until_both_c
     names = first.decoded[1][0]["block_hashes"]
     assert extra.decoded[1][0]["block_hashes"] == names
     translator = Translator()
-    (op,) = ops_of(translator.apply(decode(first.payload).events))
-    assert ops_of(translator.apply(decode(extra.payload).events)) == [], "nothing new is held"
+    (op,) = translator.apply(decode(first.payload).events)
+    assert translator.apply(decode(extra.payload).events) == [], "nothing new is held"
     copies = dict.fromkeys(names, 2)
     removed = [name for event in evicting.decoded[1] if event["type"] == "BlockRemoved" for name in event["block_hashes"] if name in copies]
     assert sorted(removed) == sorted(2 * names)
@@ -234,7 +230,7 @@ def test_R15_a_chain_that_sglang_keeps_twice_under_one_name_is_held_until_both_c
 def test_placeholders_of_different_images_never_match_nor_does_what_follows_them() -> None:
     ops = []
     for extras in (None, [None, b"cat", None], [None, b"dog", None]):
-        ops += ops_of(Translator().apply([chain([1, 2, 3], extras=extras)]))
+        ops += Translator().apply([chain([1, 2, 3], extras=extras)])
     plain, cat, dog = map(keys, ops)
     assert plain[0] == cat[0] == dog[0]
     assert len({plain[1], cat[1], dog[1]}) == len({plain[2], cat[2], dog[2]}) == 3
@@ -255,7 +251,7 @@ def test_placeholders_of_different_images_never_match_nor_does_what_follows_them
 )
 def test_a_stored_event_that_does_not_add_up_is_skipped_and_counted(event: Stored) -> None:
     translator = Translator()
-    assert ops_of(translator.apply([event])) == []
+    assert translator.apply([event]) == []
     assert translator.skipped == {SkipReason.MALFORMED: 1}
     assert translator.blocks == 0
     translator._check()
@@ -263,7 +259,7 @@ def test_a_stored_event_that_does_not_add_up_is_skipped_and_counted(event: Store
 
 def test_an_event_without_blocks_changes_nothing() -> None:
     translator = Translator()
-    assert ops_of(translator.apply([chain([]), Removed([])])) == []
+    assert translator.apply([chain([]), Removed([])]) == []
     assert translator.block_size is None
     translator._check()
 

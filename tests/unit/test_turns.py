@@ -1,8 +1,9 @@
 """Whose turn it is among those who share a loop."""
 
 import asyncio
+import functools
 
-from engines.turns import PASS_BYTES, Turns
+from engines.turns import LITTLE_BYTES, PASS_BYTES, PASS_READ_BYTES, READ_BYTES, Turns
 
 
 async def test_a_pass_is_spent_and_the_next_one_is_whole_again() -> None:
@@ -13,6 +14,20 @@ async def test_a_pass_is_spent_and_the_next_one_is_whole_again() -> None:
         spent.append(turns.spent)
     await asyncio.sleep(0)
     assert [*spent, turns.spent] == [False, False, True, False]
+
+
+async def test_when_much_was_read_in_a_pass_others_read_little_and_on_in_a_later_one() -> None:
+    turns, went_on = Turns(), list[int]()
+    for _ in range(PASS_READ_BYTES // READ_BYTES - 1):
+        assert turns.room == READ_BYTES
+        assert turns.read(READ_BYTES, went_on.clear)
+    for number in range(6):
+        assert not turns.read(turns.room, functools.partial(went_on.append, number))
+        assert turns.room == LITTLE_BYTES
+    await asyncio.sleep(0)
+    assert (turns.room, went_on) == (READ_BYTES, [0, 1, 2, 3]), "as many as have a share in the next pass"
+    await asyncio.sleep(0)
+    assert went_on == [0, 1, 2, 3, 4, 5]
 
 
 async def test_who_waits_has_a_whole_pass_each_in_the_order_of_asking() -> None:

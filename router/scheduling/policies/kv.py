@@ -1,79 +1,104 @@
-"""The default policy: where is the prompt cheapest to serve, counting what is cached against what is waiting? In blocks.
+"""The default policy: where does the prompt's first token cost least? In seconds, by what each endpoint has been seen to take.
 
-    cost = prefill_load_scale · max(0, active prefill + prompt − credit) + potential decode + decode_active_request_weight · requests
+    cost =  prefill ahead      what is queued there, less what has been computed of it, at the endpoint's pace
+         +  own prefill        what is neither cached there nor being computed, at its pace × price
+         +  memory             the prompt's share of the KV cache × how long answers stay × fill ÷ (1 − fill); and the wait for room
+         +  decoding           for each answer being generated, as if it were a few tokens
 
-Names and meaning are those of Dynamo's router, with one correction. A prefix that is being computed on an engine right now
-counts there as overlap, and the work of computing it is not charged to the prompts that wait for it: otherwise it would be both
-load and missing, and equal prompts arriving together would each go somewhere else and compute the same prefix again.
+The price of own work is 1 ÷ (1 − utilisation): who comes later waits for it too, and the busier the fleet, the more of them do. It is
+never below 4/3, so that a prefix which is being made is waited for rather than made again elsewhere.
 
-              prompt of 10 blocks, engine A is computing the first 8 of them for an earlier request, B is idle
-              A: max(0, (8 − 8) + 10 − 8) + (8 + 2) = 12        B: max(0, 0 + 10 − 0) + 10 = 20
+    prompt of 10 k tokens, pace 50 µs; A is computing the first 8 k for an earlier request; B is idle
+    A: 0.4 s ahead + 4/3 · 0.1 s = 0.53 s        B: 4/3 · 0.5 s = 0.67 s
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Final
 
-import msgspec
+from router.scheduling.types import Candidate, Context, Load, RoutingRequest
+from router.work import ASSUMED_S_PER_TOKEN
 
-from router.scheduling.types import Candidate, Context, RoutingRequest
+ALIKE: Final = 1.25
+"""Paces that differ by less from the middle one are taken for it: what is left is chance, and would send every prompt that finds all
+engines idle to the same one."""
+LEAST_UTILISATION: Final = 0.25
+MOST_UTILISATION: Final = 0.95
+DECODING_TOKENS: Final = 256
+"""An answer that is being generated costs as much as so many tokens: it slows down every prompt and answer beside it, to its end."""
+HOST_CREDIT: Final = 0.75
+DISK_CREDIT: Final = 0.25
+"""Of what computing a block costs, reading it from there saves so much."""
 
 
-class KvWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a block counts, in each of its roles. All are finite and at least 0; ValueError otherwise."""
-
-    overlap_score_credit: float = 1.0
-    """Taken off for each leading block on the device, or being computed there."""
-    prefill_load_scale: float = 1.0
-    """Cost of a block that must be computed before this prompt's first token."""
-    host_cache_hit_weight: float = 0.75
-    disk_cache_hit_weight: float = 0.25
-    decode_active_request_weight: float = 0.0
-    """Cost, in blocks, of each request in flight."""
-
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name} must be a finite number of at least 0, not {value}")
+PARTS: Final = ("prefill_ahead", "own_prefill", "memory", "decoding")
+Price = tuple[float, float, float, float]
+"""What an endpoint costs, in seconds, by part: see `PARTS`."""
 
 
 class Kv:
-    """Least cost by prefix overlap and load."""
+    """Least cost in seconds."""
 
     uses_cache = True
 
-    def __init__(self, weights: KvWeights | None = None) -> None:
-        self.weights = weights or KvWeights()
-
     def score(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> list[float]:
-        """See the module's text. Without tokens only the load counts."""
-        weights = self.weights
-        tokens = request.prompt_tokens
-        unit = candidates[0].block_size  # engines that cut blocks of another size are put on one scale, in this one's blocks
-        costs = []
-        for candidate in candidates:
-            overlap, load, block_size = candidate.overlap, candidate.load, candidate.block_size
-            computing = overlap.in_flight - overlap.device if overlap.in_flight > overlap.device else 0
-            credit = weights.overlap_score_credit * (overlap.device + computing)
-            if overlap.host or overlap.disk:
-                credit += self._lower_tiers(candidate, overlap.device + computing)
-            queued = max(0.0, load.active_prefill_tokens / block_size - computing)
-            prefill = max(0.0, queued + tokens / block_size - credit)
-            blocks = weights.prefill_load_scale * prefill + load.active_blocks + candidate.new_blocks
-            if block_size != unit:
-                # A started block is no decode block, and larger blocks leave more of a prompt in it: counted in, so that what else
-                # is equal costs the same, and prompts that share nothing do not all go to the engine with the larger blocks.
-                blocks = (blocks + tokens % block_size / block_size) * block_size / unit - tokens % unit / unit
-            costs.append(blocks + weights.decode_active_request_weight * load.active_requests)
-        return costs
+        """See the module's text. Without tokens only what is there already counts."""
+        return [ahead + own + memory + decoding for ahead, own, memory, decoding in self.prices(request, candidates)]
 
-    def _lower_tiers(self, candidate: Candidate, covered: int) -> float:
-        """Credit for blocks in host memory and on disk, of which the first `covered` of the prompt have had theirs."""
-        overlap = candidate.overlap
-        host_end = overlap.device + overlap.host
-        disk_end = host_end + overlap.disk
-        host = max(0, host_end - covered)
-        disk = max(0, disk_end - max(host_end, covered))
-        return self.weights.host_cache_hit_weight * host + self.weights.disk_cache_hit_weight * disk
+    def explain(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> list[dict[str, float]]:
+        """The parts of each candidate's cost."""
+        return [dict(zip(PARTS, price, strict=True)) for price in self.prices(request, candidates)]
+
+    def prices(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Price]:
+        """Each candidate's price. Runtime complexity: O(n · log n) in the candidates."""
+        loads = [candidate.load for candidate in candidates]
+        paces = _paces(loads)
+        tokens = request.prompt_tokens
+        utilisation = sum([load.busy for load in loads]) / len(loads)
+        own_price = 1.0 / (1.0 - min(max(utilisation, LEAST_UTILISATION), MOST_UTILISATION))
+        prices = []
+        for candidate, load, pace in zip(candidates, loads, paces, strict=True):
+            overlap, block_size, requests = candidate.overlap, candidate.block_size, load.active_requests
+            reused: float = overlap.in_flight
+            if overlap.host or overlap.disk:
+                reused += _lower_tiers(candidate)
+            own = tokens - reused * block_size
+            ahead = load.active_prefill_tokens - load.prefill_done + load.unknown_tokens
+            memory, total = 0.0, candidate.total_blocks
+            if total and load.residence_s:
+                held = load.active_blocks + requests + load.generated_tokens / block_size
+                memory = load.residence_s * _memory(held, candidate.new_blocks + 1, total)
+            prices.append((ahead * pace, max(own, 1.0) * pace * own_price, memory, (requests - load.computing) * DECODING_TOKENS * pace))
+        return prices
+
+
+def _paces(loads: Sequence[Load]) -> list[float]:
+    """Seconds a token, for each; those not known yet are taken for the fastest, so that they get to show it."""
+    paces = [load.s_per_token for load in loads]
+    known = sorted([pace for pace in paces if pace is not None])
+    if not known:
+        return [ASSUMED_S_PER_TOKEN] * len(paces)
+    middle, fastest = known[len(known) // 2], known[0]
+    low, high = middle / ALIKE, middle * ALIKE
+    if low <= fastest and known[-1] <= high:
+        return [middle] * len(paces)
+    return [middle if low <= pace <= high else pace for pace in [fastest if pace is None else pace for pace in paces]]
+
+
+def _lower_tiers(candidate: Candidate) -> float:
+    """What blocks in host memory and on disk are worth, of those that are not in flight as well."""
+    overlap = candidate.overlap
+    host_end = overlap.device + overlap.host
+    disk_end = host_end + overlap.disk
+    host = max(0, host_end - overlap.in_flight)
+    disk = max(0, disk_end - max(host_end, overlap.in_flight))
+    return HOST_CREDIT * host + DISK_CREDIT * disk
+
+
+def _memory(held: float, new: int, total: int) -> float:
+    """In times that an answer stays: what the prompt's `new` blocks make others wait, and what it waits itself where there is no room."""
+    fill = min(held / total, MOST_UTILISATION)
+    missing = held + new - total
+    price = new * fill / (total * (1.0 - fill))
+    return price + missing / held if missing > 0 and held else price

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import zmq.asyncio
 
 from discovery.bus import Bus, BusOptions
 from discovery.mirror import Mirror
 from discovery.relay import Relay
+from engines.blocks import KEY_BYTES
 from engines.types import Endpoint, EngineInfo, EngineKind, EngineSpec, KvSource, Tier
 from router.app import GC_THRESHOLD, SWEEP_ENTRIES
 from router.caches import Caches
@@ -39,13 +40,13 @@ class Applied:
         self.blocks = 0
         self._caches = caches
 
-    def store(self, endpoint: Endpoint, tier: Tier, keys: Sequence[int]) -> None:
-        self._caches.store(endpoint, tier, keys)
-        self.blocks += len(keys)
+    def store(self, endpoint: Endpoint, tier: Tier, chains: Iterable[bytes]) -> None:
+        self._caches.store(endpoint, tier, chains)
+        self.blocks += sum(map(len, chains)) // KEY_BYTES
 
-    def remove(self, endpoint: Endpoint, tier: Tier, keys: Sequence[int]) -> None:
+    def remove(self, endpoint: Endpoint, tier: Tier, keys: bytes) -> None:
         self._caches.remove(endpoint, tier, keys)
-        self.blocks += len(keys)
+        self.blocks += len(keys) // KEY_BYTES
 
     def clear(self, endpoint: Endpoint) -> None:
         self._caches.clear(endpoint)

@@ -59,7 +59,7 @@ class Ours:
         import msgspec  # noqa: PLC0415  peers' interpreters do not have it
 
         from discovery.messages import Batch, Remove, Store, StreamMessage  # noqa: PLC0415  as above
-        from engines.blocks import pack_keys, unpack_keys  # noqa: PLC0415  as above
+        from engines.blocks import pack_keys  # noqa: PLC0415  as above
         from engines.types import Tier  # noqa: PLC0415  as above
         from router.index import PrefixIndex  # noqa: PLC0415  as above
 
@@ -76,9 +76,10 @@ class Ours:
             slot = self._slots[engine]
             for op in message.ops if isinstance(message, Batch) else ():
                 if isinstance(op, Store):
-                    self.index.store(slot, unpack_keys(op.keys))
+                    for chain in op.chains():
+                        self.index.store(slot, chain)
                 elif isinstance(op, Remove):
-                    self.index.remove(slot, unpack_keys(op.keys))
+                    self.index.remove(slot, op.keys)
 
         self.apply = apply
         self._stored: Callable[[list[int]], bytes] = lambda keys: batch(Store(Tier.DEVICE, pack_keys(keys)))

@@ -1,0 +1,1 @@
+"""Which engines exist on this host, when `commutator up` is to say?"""

@@ -1,0 +1,1 @@
+"""What is a router doing, in a terminal? The live page's document, drawn with rich."""
