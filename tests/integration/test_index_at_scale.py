@@ -109,7 +109,7 @@ async def test_M10_after_a_hundred_thousand_batches_in_a_burst_the_index_is_what
         assert all(made.relay.stats()[engine.endpoint].losses == 0 for engine in engines)
         if lost == "on the way from the bus":
             assert sum(count.gaps for count in counts) > 0
-            assert all(count.snapshots > 0 for count in counts)
+            assert sum(count.snapshots for count in counts) > 0
         else:
             assert sum(count.gaps + count.mismatches + count.snapshots for count in counts) == 0
         caches._check()

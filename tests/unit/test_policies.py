@@ -161,7 +161,7 @@ def approx(**parts: float) -> Price:
             candidate(
                 "queued", load=learned(active_requests=5, computing=3, active_prefill_tokens=500, prefill_done=200.0, unknown_tokens=50.0)
             ),
-            approx(prefill_ahead=0.350, own_prefill=0.640 / 3, decoding=2 * DECODING_TOKENS * 1e-3),
+            approx(prefill_ahead=0.350, own_prefill=0.640 / 3, decoding=5 * DECODING_TOKENS * 1e-3),
         ),
         (candidate("busy", load=learned(busy=0.75)), approx(own_prefill=4 * 0.160)),
         (candidate("saturated", load=learned(busy=1.0)), approx(own_prefill=20 * 0.160)),

@@ -3,7 +3,7 @@
     cost =  prefill ahead      what is queued there, less what has been computed of it, at the endpoint's pace
          +  own prefill        what is neither cached there nor being computed, at its pace × price
          +  memory             the prompt's share of the KV cache × how long answers stay × fill ÷ (1 − fill); and the wait for room
-         +  decoding           for each answer being generated, as if it were a few tokens
+         +  decoding           for each request there, which generates or is going to, as if it were a few tokens
 
 The price of own work is 1 ÷ (1 − utilisation): who comes later waits for it too, and the busier the fleet, the more of them do. It is
 never below 4/3, so that a prefix which is being made is waited for rather than made again elsewhere.
@@ -26,7 +26,8 @@ engines idle to the same one."""
 LEAST_UTILISATION: Final = 0.25
 MOST_UTILISATION: Final = 0.95
 DECODING_TOKENS: Final = 256
-"""An answer that is being generated costs as much as so many tokens: it slows down every prompt and answer beside it, to its end."""
+"""A request costs as much as so many tokens besides its prompt: its answer slows down every prompt and answer beside it, to its end. From
+the start: were it counted from its first token only, engines that answer first would look fuller than those that do not."""
 HOST_CREDIT: Final = 0.75
 DISK_CREDIT: Final = 0.25
 """Of what computing a block costs, reading it from there saves so much."""
@@ -64,12 +65,14 @@ class Kv:
             if overlap.host or overlap.disk:
                 reused += _lower_tiers(candidate)
             own = tokens - reused * block_size
+            # who joins a prefix that is being computed is not to be sent away by the others who wait for it
+            answers = requests - load.computing if overlap.in_flight > overlap.device else requests
             ahead = load.active_prefill_tokens - load.prefill_done + load.unknown_tokens
             memory, total = 0.0, candidate.total_blocks
             if total and load.residence_s:
                 held = load.active_blocks + requests + load.generated_tokens / block_size
                 memory = load.residence_s * _memory(held, candidate.new_blocks + 1, total)
-            prices.append((ahead * pace, max(own, 1.0) * pace * own_price, memory, (requests - load.computing) * DECODING_TOKENS * pace))
+            prices.append((ahead * pace, max(own, 1.0) * pace * own_price, memory, answers * DECODING_TOKENS * pace))
         return prices
 
 
