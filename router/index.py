@@ -230,11 +230,7 @@ class PrefixIndex:
             entry = shard.get(key)
             if entry.__class__ is int and entry & bit:
                 removed += KEY_BYTES
-                if entry == bit:
-                    del shard[key]
-                    self._blocks -= 1
-                else:
-                    shard[key] = entry ^ bit
+                self._take_alone(shard, key, entry ^ bit)
             elif (run := ends[keys[at]].get(key)) is not None and run.mask & bit:
                 backwards = backwards or pack_keys(numbers[::-1])
                 length = _common_end(run.keys, backwards, end - at)
@@ -363,9 +359,12 @@ class PrefixIndex:
         return depths
 
     def _hold(self, chain: bytes, mask: int, *, bounded: bool = False) -> int:
-        """Whoever is in `mask` holds these blocks too; how many keys that was new for. `bounded`: there may be no room for new ones."""
-        starts = self._starts
-        added, at, end = 0, 0, len(chain)
+        """Whoever is in `mask` holds these blocks too; how many keys that was new for. `bounded`: there may be no room for new ones.
+
+        Dropped slots hold nothing any more: where a sweep has been already, nothing may come to be theirs.
+        """
+        starts, mask = self._starts, mask & self._live
+        added, at, end = 0, 0, len(chain) if mask else 0
         while at < end:
             first = _key(chain, at)
             shard = starts[chain[at]]
@@ -451,6 +450,14 @@ class PrefixIndex:
         self._run_count -= 1
         self._blocks -= len(run.keys) // KEY_BYTES
 
+    def _take_alone(self, shard: _Shard, key: int, left: int) -> None:
+        """Leave a key that is in no run to the slots of the mask `left`."""
+        if left:
+            shard[key] = left
+        else:
+            del shard[key]
+            self._blocks -= 1
+
     def _take(self, run: _Run, begin: int, length: int, bit: int) -> None:
         """Take `bit` from `length` bytes of keys of `run`, from `begin` on."""
         keys, mask, end = run.keys, run.mask, begin + length
@@ -469,16 +476,25 @@ class PrefixIndex:
         self._hold(keys[end:], mask)
 
     def _take_inside(self, slot: int, keys: list[int]) -> int:
-        """Take out of the runs of `slot` these keys, which do not end any; how many bytes of them there were.
+        """Take out of the runs of `slot` these keys, which were in the middle of one; how many bytes of them there were.
 
-        A run that one was taken out of becomes plain masks: whoever evicts in no order finds the next one at once.
+        A run that one was taken out of becomes plain masks: whoever evicts in no order finds the next one at once. What is left of a run
+        that others were taken out of meanwhile may be some already. Where that meets runs of other slots, runs of this one that are still to
+        be looked at may be parted too: whoever was not found is looked for again, once something has changed.
         """
         bit, wanted = self._bits[slot], set(keys)
-        few = [pack_keys([key]) for key in wanted] if len(wanted) <= _FEW else None
         taken = 0
+        for key in keys:
+            shard = self._starts[key % _SHARDS]
+            if isinstance(entry := shard.get(key), int) and entry & bit:
+                self._take_alone(shard, key, entry ^ bit)
+                taken += KEY_BYTES
+                wanted.discard(key)
+        few = [pack_keys([key]) for key in wanted] if len(wanted) <= _FEW else None
         for first in tuple(self._runs[slot]):
-            run = self._starts[first % _SHARDS][first]
-            assert isinstance(run, _Run)
+            run = self._starts[first % _SHARDS].get(first)
+            if not isinstance(run, _Run) or not run.mask & bit:
+                continue
             if few is not None and not any(key in run.keys for key in few):
                 continue
             numbers = unpack_keys(run.keys)
@@ -493,8 +509,8 @@ class PrefixIndex:
             taken += len(found) * KEY_BYTES
             wanted -= found
             if not wanted:
-                break
-        return taken
+                return taken
+        return taken + self._take_inside(slot, list(wanted)) if taken else 0
 
     def _reach(self, bit: int, keys: Sequence[int], data: bytes, start: int) -> int:
         """Where in `data` the run or mask ends that has `keys[start]` for the slot of `bit`; before it, if there is none."""
