@@ -56,7 +56,8 @@ class RealEngine:
         self.log = folder / f"{program.kind}-{self._ports.http}.log"
         self._process: subprocess.Popen[bytes] | None = None
         # one client for all: making one reads the certificates of the world, which takes 50 ms of CPU
-        self._client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+        # a connection is used once: an engine closes one that has been idle for 5 s, which it may be on a busy machine just as it is used
+        self._client = httpx.Client(base_url=self.url, timeout=60, trust_env=False, headers={"connection": "close"})
 
     @property
     def kind(self) -> str:
