@@ -13,6 +13,9 @@ from msgspec import Meta
 
 from engines.types import Connector, Role
 
+DP_ATTENTION = "--enable-dp-attention"
+"""SGLang: one model, whose attention is computed by ranks with a cache of their own."""
+
 Text = Annotated[str, Meta(min_length=1)]
 Size = Annotated[int, Meta(ge=1, le=1024)]
 
@@ -84,7 +87,7 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     @property
     def gpus_per_engine(self) -> int:
         """GPUs that one engine takes. With SGLang's DP attention, ranks share those of tensor parallelism."""
-        return self.tensor_parallel_size * (1 if "--enable-dp-attention" in self.arguments else self.data_parallel_size)
+        return self.tensor_parallel_size * (1 if DP_ATTENTION in self.arguments else self.data_parallel_size)
 
     @property
     def most(self) -> int | None:

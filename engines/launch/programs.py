@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from engines.launch.plan import BadPlan, EngineName, LaunchPlan, Ports
+from engines.launch.plan import DP_ATTENTION, BadPlan, EngineName, LaunchPlan, Ports
 from engines.types import Connector, EngineSpec, Role
 from engines.urls import reachable
 
 HOST = "127.0.0.1"
-DP_ATTENTION = "--enable-dp-attention"
 KV_EVENTS, KV_TRANSFER = "--kv-events-config", "--kv-transfer-config"
 _CONNECTORS = {Connector.NIXL: "NixlConnector", Connector.MOONCAKE: "MooncakeConnector"}
 _ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}

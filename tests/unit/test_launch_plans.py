@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 
 import pytest
 
 from engines.launch.plan import BadPlan, EngineName, LaunchPlan, Pool, Ports
+from engines.launch.ports import RENDEZVOUS, Held
 from engines.launch.programs import Program, program
 from engines.types import Connector, EngineSpec, Role
 
@@ -42,6 +44,18 @@ def test_sglang_publishes_events_and_its_load() -> None:
     assert flag(sglang, "--load-publish-endpoint") == "tcp://*:5559"
     assert flag(sglang, "--tp-size") == "2"
     assert "--dp-size" not in sglang.argv
+
+
+def test_ranks_of_dp_attention_meet_where_ports_are_held_for_them() -> None:
+    sglang = made(engine=EngineName.SGLANG, data_parallel_size=2, arguments=("--enable-dp-attention",))
+    assert flag(sglang, "--dist-init-addr") == "127.0.0.1:9000"
+    assert "--dist-init-addr" not in made(engine=EngineName.SGLANG, data_parallel_size=2).argv
+    held = Held()
+    try:
+        with socket.socket() as another, pytest.raises(OSError):  # noqa: PT011  whichever it is
+            another.bind(("127.0.0.1", held.ports.rendezvous + RENDEZVOUS - 1))
+    finally:
+        held.close()
 
 
 @pytest.mark.parametrize(
