@@ -63,11 +63,15 @@ class Carried(NamedTuple):
 
     requests: int = 0
     prefill_tokens: int = 0
+    computing: int = 0
+    """Of the requests, those whose prompts are not computed."""
     blocks: int = 0
 
 
 NOTHING: Final = Carried()
-NO_LOAD: Final = (0, 0)
+Counts = tuple[int, int, int]
+"""Requests, prefill tokens, requests whose prompts are not computed."""
+NO_LOAD: Final[Counts] = (0, 0, 0)
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
@@ -77,6 +81,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     rank: Annotated[int, Meta(ge=0, le=1 << 16)]
     requests: Amount
     prefill_tokens: Amount
+    computing: Amount = 0
 
 
 class Marks(msgspec.Struct, frozen=True, array_like=True):
@@ -164,7 +169,7 @@ class _Peer:
 
     def __init__(self, now: float) -> None:
         self.heard_at = now
-        self.carries: dict[Endpoint, tuple[int, int]] = {}
+        self.carries: dict[Endpoint, Counts] = {}
         self.follows: frozenset[str] = frozenset()
         self.relays: dict[str, int] = {}
         self.only_relays = False
@@ -177,7 +182,7 @@ class Peers:
     >>> a.hear(Presence("b", [Told("http://e:1", 0, 3, 100)], [], {}, None), now=0.0)
     []
     >>> a.load(Endpoint("http://e:1"))
-    Carried(requests=3, prefill_tokens=100, blocks=0)
+    Carried(requests=3, prefill_tokens=100, computing=0, blocks=0)
     >>> a.tick(1.0), a.tick(2.0), a.tick(3.0), a.load(Endpoint("http://e:1")).requests
     ([], [], [], 0)
     """
@@ -190,8 +195,8 @@ class Peers:
         self.ignored = 0
         """Messages of more routers than there can be."""
         self._expected = expected
-        self._loads: dict[Endpoint, tuple[int, int]] = {}
-        """Requests and prefill tokens of all others together."""
+        self._loads: dict[Endpoint, Counts] = {}
+        """Of all others together."""
         self._peers: dict[str, _Peer] = {}
         self._began = self._ticked = now
         self._gathered = False
@@ -343,12 +348,12 @@ class Peers:
         peer.relays = presence.relays
         return [*self._settle(presence.router, peer), *self._decide(now)]
 
-    def _carry(self, peer: _Peer, endpoint: Endpoint, load: tuple[int, int]) -> None:
+    def _carry(self, peer: _Peer, endpoint: Endpoint, load: Counts) -> None:
         before = peer.carries.pop(endpoint, NO_LOAD)
         if load != NO_LOAD:
             peer.carries[endpoint] = load
-        requests, prefill_tokens = self._loads.pop(endpoint, NO_LOAD)
-        after = (requests - before[0] + load[0], prefill_tokens - before[1] + load[1])
+        others = self._loads.pop(endpoint, NO_LOAD)
+        after = (others[0] - before[0] + load[0], others[1] - before[1] + load[1], others[2] - before[2] + load[2])
         if after != NO_LOAD:
             self._loads[endpoint] = after
 
@@ -407,19 +412,19 @@ class Peers:
 
     def _check(self) -> None:
         """Raise AssertionError unless all invariants hold. Runtime complexity: O(everything)."""
-        loads: dict[Endpoint, tuple[int, int]] = {}
+        loads: dict[Endpoint, Counts] = {}
         for peer in self._peers.values():
-            for endpoint, (requests, prefill_tokens) in peer.carries.items():
-                before = loads.get(endpoint, NO_LOAD)
-                loads[endpoint] = (before[0] + requests, before[1] + prefill_tokens)
+            for endpoint, load in peer.carries.items():
+                requests, prefill_tokens, computing = loads.get(endpoint, NO_LOAD)
+                loads[endpoint] = (requests + load[0], prefill_tokens + load[1], computing + load[2])
         assert loads == self._loads
         self.prefixes._check()  # noqa: SLF001  invariants of a part are invariants of the whole
         assert self._relays.keys() <= self._follows
 
 
-def _entries(told: Iterable[Told]) -> Iterator[tuple[Endpoint, tuple[int, int]]]:
+def _entries(told: Iterable[Told]) -> Iterator[tuple[Endpoint, Counts]]:
     for entry in told:
-        yield Endpoint(entry.engine, entry.rank), (entry.requests, entry.prefill_tokens)
+        yield Endpoint(entry.engine, entry.rank), (entry.requests, entry.prefill_tokens, entry.computing)
 
 
 def packed(endpoint: Endpoint, marks: Sequence[Mark]) -> Marks:

@@ -17,7 +17,22 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from discovery.logs import event
-from discovery.peers import BEAT_S, NO_LOAD, Change, Farewell, Hello, Marks, PeerMessage, Presence, Take, Told, Update, Yield, packed
+from discovery.peers import (
+    BEAT_S,
+    NO_LOAD,
+    Change,
+    Counts,
+    Farewell,
+    Hello,
+    Marks,
+    PeerMessage,
+    Presence,
+    Take,
+    Told,
+    Update,
+    Yield,
+    packed,
+)
 from discovery.subjects import Subjects
 
 if TYPE_CHECKING:
@@ -74,7 +89,7 @@ class Sharing:
         self._relay = relay
         self._clock = clock
         self._infos: dict[str, EngineInfo] = {}
-        self._told: dict[Endpoint, tuple[int, int]] = {}
+        self._told: dict[Endpoint, Counts] = {}
         self._beats = 0
         book.others = peers
 
@@ -140,7 +155,7 @@ class Sharing:
         for endpoint, new, old in self._peers.prefixes.changes():
             began += [packed(endpoint, new)] if new else []
             ended += [packed(endpoint, old)] if old else []
-        now = {endpoint: (carried.requests, carried.prefill_tokens) for endpoint, carried in self._book.carried()}
+        now = {endpoint: carried[:3] for endpoint, carried in self._book.carried()}
         if now == self._told and not began and not ended:
             return
         changed = [endpoint for endpoint in now.keys() | self._told.keys() if now.get(endpoint) != self._told.get(endpoint)]

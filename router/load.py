@@ -39,6 +39,8 @@ class _Report(NamedTuple):
     at: float
     changed_at: float
     """When it last differed from the one before."""
+    strangers: int
+    """Requests waiting there that no router has told of."""
 
 
 class _Account:
@@ -49,6 +51,7 @@ class _Account:
         "endpoint",
         "forgotten",
         "last_assigned",
+        "most_requests",
         "prefill_tokens",
         "report",
         "requests",
@@ -62,6 +65,8 @@ class _Account:
         self.endpoint = endpoint
         self.slot = slot
         self.requests = 0
+        self.most_requests = 0
+        """At any time since the engine last reported: its report may count requests that have ended by the time it is read."""
         self.prefill_tokens = 0
         self.untimed = 0
         """Requests whose first token has not come, of those that came without the time."""
@@ -174,6 +179,7 @@ class LoadBook:
         account.last_assigned = self._assigned
         account.assigned += 1
         account.requests += 1
+        account.most_requests = max(account.most_requests, account.requests)
         account.prefill_tokens += uncached_tokens
         held = list(keys)
         if held:
@@ -213,7 +219,7 @@ class LoadBook:
         account = self._accounts.get(endpoint)
         others = NOTHING if self.others is None else self.others.load(endpoint)
         if account is None:
-            return Load(*others)
+            return Load(others.requests, others.prefill_tokens, others.blocks, computing=others.computing)
         requests = account.requests + others.requests
         prefill_tokens = account.prefill_tokens + others.prefill_tokens
         blocks = self._index.size(account.slot) + others.blocks
@@ -223,8 +229,8 @@ class LoadBook:
         unknown = 0.0
         if report is not None and now - report.at <= self._report_fresh_s:
             running, waiting, kv_usage = report.running, report.waiting, report.kv_usage
-            if waiting and now - report.changed_at <= REPORT_MOVES_S:
-                unknown = min(waiting, max(0, waiting + (running or 0) - requests)) * work.prompt_tokens
+            if now - report.changed_at <= REPORT_MOVES_S:
+                unknown = report.strangers * work.prompt_tokens
         return Load(
             requests,
             prefill_tokens,
@@ -239,17 +245,17 @@ class LoadBook:
             work.busy(now),
             work.generated(now) if work.decoding else 0.0,
             work.residence_s,
-            account.untimed + work.computing,
+            account.untimed + work.computing + others.computing,
         )
 
     def own(self, endpoint: Endpoint) -> Carried:
         """What this router itself has in flight on `endpoint`. Runtime complexity: O(1).
 
         >>> LoadBook().own(Endpoint("http://a:8000"))
-        Carried(requests=0, prefill_tokens=0, blocks=0)
+        Carried(requests=0, prefill_tokens=0, computing=0, blocks=0)
         """
         account = self._accounts.get(endpoint)
-        return NOTHING if account is None else Carried(account.requests, account.prefill_tokens, self._index.size(account.slot))
+        return NOTHING if account is None else self._carried(account)
 
     def assigned(self, endpoint: Endpoint) -> int:
         """Requests that this router has counted on `endpoint` since it joined. Runtime complexity: O(1).
@@ -264,7 +270,11 @@ class LoadBook:
         """The same of every endpoint that has anything in flight, for other routers to hear. Runtime complexity: O(endpoints)."""
         for endpoint, account in self._accounts.items():
             if account.requests:
-                yield endpoint, Carried(account.requests, account.prefill_tokens, self._index.size(account.slot))
+                yield endpoint, self._carried(account)
+
+    def _carried(self, account: _Account) -> Carried:
+        computing = account.untimed + account.work.computing
+        return Carried(account.requests, account.prefill_tokens - account.work.passed, computing, self._index.size(account.slot))
 
     def report(self, endpoint: Endpoint, running: int | None, waiting: int | None, kv_usage: float | None, now: float) -> None:
         """What the engine says of itself, at `now` in monotonic seconds. Runtime complexity: O(1).
@@ -280,7 +290,10 @@ class LoadBook:
         changed_at = (
             now if before is not None and before[:3] != (running, waiting, kv_usage) else before.changed_at if before else -math.inf
         )
-        account.report = _Report(running, waiting, kv_usage, now, changed_at)
+        known = account.most_requests + (0 if self.others is None else self.others.load(endpoint).requests)
+        strangers = min(waiting or 0, max(0, (waiting or 0) + (running or 0) - known))
+        account.report = _Report(running, waiting, kv_usage, now, changed_at, strangers)
+        account.most_requests = account.requests
 
     def forget(self, endpoint: Endpoint) -> None:
         """`endpoint` has left: nothing of it counts any more, and releasing what was reserved there does nothing.
@@ -345,6 +358,7 @@ class LoadBook:
             assert account.requests >= 0
             assert account.prefill_tokens >= 0
             assert 0 <= account.untimed + account.work.computing <= account.requests
+            assert 0 <= account.work.passed <= account.prefill_tokens
             assert account.requests > 1 or not account.shared, "a block shared by nobody"
             assert account.requests > 0 or (account.prefill_tokens == 0 and not self._index.size(account.slot)), "counts left behind"
             assert all(0 < holders < account.requests for holders in account.shared.values())

@@ -73,12 +73,12 @@ class Work:
         "_busy_at",
         "_head_since",
         "_latest",
-        "_passed",
         "_queue",
         "_sorted",
         "_started",
         "decoding",
         "itl_s",
+        "passed",
         "prompt_tokens",
         "queued",
         "residence_s",
@@ -96,7 +96,7 @@ class Work:
         """What a prompt leaves to compute, on the average of late."""
         self.queued = 0
         """Tokens of the prompts in the queue."""
-        self._passed = 0
+        self.passed = 0
         """And of those taken for computed since, whose answers have not come."""
         self.decoding = 0
         """Answers of which a token has come, and not the last."""
@@ -112,7 +112,7 @@ class Work:
     def sent(self, tokens: int, now: float, *, streamed: bool) -> Prompt:
         """A prompt is on its way that leaves so many tokens to compute. Runtime complexity: O(1)."""
         self.settle(now)
-        ahead = self.queued + self._passed - self.done(now)
+        ahead = self.queued + self.passed - self.done(now)
         telling = streamed and tokens >= LEAST_TOKENS and ahead <= tokens * MOST_AHEAD
         prompt = Prompt(tokens, now, streamed=streamed, telling=telling)
         if not self._queue:
@@ -173,9 +173,9 @@ class Work:
     def done(self, now: float) -> float:
         """How many tokens should have been computed by now of prompts not known to be, as last settled. Runtime complexity: O(1)."""
         if not self._queue:
-            return float(self._passed)
+            return float(self.passed)
         progress = (now - self._head_since) / (self.s_per_token or ASSUMED_S_PER_TOKEN)
-        return self._passed + min(max(progress, 0.0), next(iter(self._queue)).tokens)
+        return self.passed + min(max(progress, 0.0), next(iter(self._queue)).tokens)
 
     @property
     def computing(self) -> int:
@@ -204,12 +204,12 @@ class Work:
     def _pass(self, prompt: Prompt, now: float) -> None:
         self._leave(prompt, now)
         prompt.passed = True
-        self._passed += prompt.tokens
+        self.passed += prompt.tokens
 
     def _known(self, prompt: Prompt) -> None:
         if prompt.passed:
             prompt.passed = False
-            self._passed -= prompt.tokens
+            self.passed -= prompt.tokens
 
     def _observe(self, s_per_token: float) -> None:
         latest, ordered = self._latest, self._sorted

@@ -56,15 +56,15 @@ class Pair:
         return self.prefill.bootstrap
 
     def launch(self) -> None:
-        """Set those that do not run on their way."""
+        """Set those that do not serve on their way."""
         for engine in self.engines:
-            if engine.ended:
+            if engine not in self._starting and not engine.serves:
                 engine.kill()  # what is left of it
                 engine.launch()
                 self._starting.append(engine)
 
     def start(self) -> None:
-        """Start those that do not run, and return when both serve. Raises EngineFailed."""
+        """Start those that do not serve, and return when both serve. Raises EngineFailed."""
         self.launch()
         while self._starting:
             self._starting[0].wait_ready()
@@ -97,9 +97,9 @@ class _Engine(RealEngine):
         return f"http://127.0.0.1:{self._ports.transfer}"
 
     @property
-    def ended(self) -> bool:
-        """Whether it is not running: never started, stopped, or dead."""
-        return self._ended_within(0)
+    def serves(self) -> bool:
+        """Whether it runs and answers: a server whose worker has died takes seconds to end itself."""
+        return not self._ended_within(0) and self._answers(self.program.ready_path)
 
     def wait_ready(self, deadline_s: float = READY_DEADLINE_S) -> None:
         super().wait_ready(deadline_s)

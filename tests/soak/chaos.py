@@ -50,7 +50,7 @@ class Chaos:
         self._stack = contextlib.AsyncExitStack()
 
     async def run(self, period_s: float) -> None:
-        """One thing every `period_s` on the mean, until cancelled; each mends what it broke before the next."""
+        """One thing every `period_s` on the mean, until cancelled; each mends what it broke before the next, or before this ends."""
         things: list[tuple[int, Callable[[], Awaitable[None]]]] = [
             (4, self.reset_connections),
             (3, self.stall_a_way),
@@ -66,7 +66,11 @@ class Chaos:
         while True:
             await asyncio.sleep(self._random.random() * 2 * period_s)
             call = first.pop() if first else self._random.choices(calls, weights)[0]
-            await asyncio.shield(asyncio.ensure_future(call()))  # noqa: TID251  what was begun is mended, even when the storm ends
+            doing = asyncio.ensure_future(call())  # noqa: TID251  awaited here, whatever comes
+            try:
+                await asyncio.shield(doing)
+            finally:
+                await doing  # what was begun is mended, even when the storm ends
             self.done[call.__name__.replace("_", " ")] += 1
 
     @contextlib.asynccontextmanager

@@ -2,9 +2,11 @@ import doctest
 
 import pytest
 
+from discovery.peers import Carried, Peers, Presence, Told
 from router import load as module
 from router.load import LoadBook
 from router.scheduling.types import Load
+from router.work import SLOWEST_S_PER_TOKEN
 from tests.choosing import chain, endpoint
 
 A, B = endpoint("a"), endpoint("b")
@@ -90,6 +92,27 @@ def test_what_an_engine_reported_is_told_while_it_is_fresh_and_not_after() -> No
     assert book.load(A, 115.1) == Load()
     book.report(A, running=0, waiting=2, kv_usage=0.0, now=116.0)
     assert book.load(A, 116.0) == Load(running=0, waiting=2, kv_usage=0.0)
+
+
+def test_what_is_told_to_others_tells_prompts_that_wait_from_those_that_are_computed() -> None:
+    book = LoadBook()
+    with book.reserve(A, chain(0, 2), 100, 0.0) as streamed, book.reserve(A, chain(1, 2), 50, 0.0, streamed=False), book.reserve(A, [], 7):
+        assert book.own(A) == Carried(requests=3, prefill_tokens=157, computing=3, blocks=4)
+        streamed.first_token(1.0)
+        assert book.own(A) == Carried(requests=3, prefill_tokens=57, computing=2, blocks=4)
+        book.load(A, 1.0 + 51 * SLOWEST_S_PER_TOKEN)
+        assert book.own(A) == Carried(requests=3, prefill_tokens=7, computing=1, blocks=4), "its time has passed"
+    assert book.own(A) == Carried()
+
+
+def test_R36_prompts_that_others_have_computed_there_count_as_those_of_our_own() -> None:
+    book, others = LoadBook(), Peers("b", 0.0)
+    book.others = others
+    others.hear(Presence("c", [Told(A.engine, 0, 3, 100, 2)], [], {}, None), 0.0)
+    assert book.load(A, 0.0) == Load(active_requests=3, active_prefill_tokens=100, computing=2)
+    with book.reserve(A, [], 50, 0.0):
+        load = book.load(A, 0.0)
+        assert (load.active_requests, load.active_prefill_tokens, load.computing) == (4, 150, 3)
 
 
 def test_R23_time_takes_no_count_away() -> None:

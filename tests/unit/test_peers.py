@@ -52,13 +52,13 @@ def test_the_examples_in_its_text_are_true() -> None:
 
 def test_what_others_carry_is_their_sum_and_a_presence_says_all_of_it() -> None:
     peers = Peers("me", 0.0)
-    peers.hear(presence("b", Told(E1.engine, 0, 3, 100), Told(E2.engine, 0, 1, 0)), 0.0)
-    peers.hear(presence("c", Told(E1.engine, 0, 2, 50)), 0.0)
-    assert peers.load(E1) == Carried(5, 150, 0)
+    peers.hear(presence("b", Told(E1.engine, 0, 3, 100, 2), Told(E2.engine, 0, 1, 0)), 0.0)
+    peers.hear(presence("c", Told(E1.engine, 0, 2, 50, 2)), 0.0)
+    assert peers.load(E1) == Carried(5, 150, 4)
     peers.hear(Update("b", [Told(E1.engine, 0, 4, 0)], [], []), 0.1)
-    assert peers.load(E1) == Carried(6, 50, 0)
+    assert peers.load(E1) == Carried(6, 50, 2)
     peers.hear(presence("b", Told(E1.engine, 0, 1, 0)), 0.2)
-    assert (peers.load(E1), peers.load(E2)) == (Carried(3, 50, 0), NOTHING)
+    assert (peers.load(E1), peers.load(E2)) == (Carried(3, 50, 2), NOTHING)
     peers._check()
 
 
@@ -73,7 +73,7 @@ def test_a_router_that_has_ended_carries_nothing(how: str) -> None:
     peers = Peers("me", 0.0)
     peers.hear(presence("b", Told(E1.engine, 0, 3, 100)), 0.0)
     peers.hear(Update("b", [], [packed(E1, marks([1, 2, 3]))], []), 0.0)
-    assert peers.load(E1) == Carried(3, 100, 3)
+    assert peers.load(E1) == Carried(3, 100, blocks=3)
     match how:
         case "farewell":
             peers.hear(Farewell("b"), 0.1)

@@ -199,3 +199,16 @@ def test_R26_a_queue_that_the_engine_reports_counts_only_while_its_report_moves(
             book.report(A, running=0, waiting=3, kv_usage=0.5, now=float(second))
         assert book.load(A, 2.0 + REPORT_MOVES_S).unknown_tokens == 2 * 1000
         assert book.load(A, 2.1 + REPORT_MOVES_S).unknown_tokens == 0, "stuck"
+
+
+def test_requests_of_ours_that_ended_after_the_engine_counted_them_are_not_taken_for_those_of_others() -> None:
+    book = LoadBook()
+    book.report(A, running=0, waiting=0, kv_usage=0.0, now=0.0)
+    with book.reserve(A, [], 1000, 0.0), book.reserve(A, [], 1000, 0.0):
+        pass
+    book.report(A, running=1, waiting=1, kv_usage=0.0, now=1.0)
+    assert book.load(A, 1.0).unknown_tokens == 0
+    book.report(A, running=1, waiting=2, kv_usage=0.0, now=2.0)
+    assert book.load(A, 2.0).unknown_tokens == 2 * 1000, "those two had ended before the report before"
+    with book.reserve(A, [], 1000, 2.0):
+        assert book.load(A, 2.0).unknown_tokens == 2 * 1000, "whom it counted then is not whom we send now"
