@@ -44,6 +44,11 @@ class Channel:
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._closed = False
 
+    @property
+    def _ended(self) -> bool:
+        """The other side has; what was written may tell before what is read does."""
+        return self._closed or self._writer.is_closing()
+
     @classmethod
     async def over(cls, sock: socket.socket, serve: Serve) -> Self:
         """On one socket of a pair; it is the channel's from now on."""
@@ -73,7 +78,7 @@ class Channel:
 
     async def ask(self, request: Request, answer: type[T], *, timeout_s: float) -> T:
         """Raises ChannelClosed when the other side has ended, and TimeoutError."""
-        if self._closed:
+        if self._ended:
             raise ChannelClosed
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -100,7 +105,7 @@ class Channel:
 
     def _send(self, frame: Frame) -> None:
         data = _encode(frame)
-        if not self._closed:
+        if not self._ended:
             self._writer.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
 
     async def _next(self) -> Frame | None:
