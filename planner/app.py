@@ -163,7 +163,7 @@ def _observer(settings: PlanSettings, bus: Bus | None, session: aiohttp.ClientSe
     if settings.prometheus is not None:
         from planner.prometheus import PrometheusObserver  # noqa: PLC0415  seldom
 
-        return PrometheusObserver(session, settings.prometheus, settings.load_interval_s)
+        return PrometheusObserver(session, settings.prometheus)
     assert bus is not None  # noqa: S101  the settings' own check
     return BusObserver(bus, settings.namespace, settings.model, clock=time.monotonic)
 

@@ -123,9 +123,9 @@ class PlanSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Text | None, Meta(description="Kubernetes' API, such as `kubectl proxy` offers it; inside a cluster it is found.")
     ] = None
     kubernetes_namespace: Annotated[Text | None, Meta(description="Namespace of what is scaled; that of the pod, inside a cluster.")] = None
-    prometheus: Annotated[
-        Text | None, Meta(description="A Prometheus server that scrapes routers and engines, to look at instead of the bus.")
-    ] = None
+    prometheus: Annotated[Text | None, Meta(description="A Prometheus server that scrapes the routers, to look at instead of the bus.")] = (
+        None
+    )
     profile: Annotated[
         Text | None,
         Meta(
