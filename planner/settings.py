@@ -108,7 +108,10 @@ class PlanSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     actuator: Annotated[ActuatorName, Meta(description="Who makes it so. `dry-run` only says what it would do.")] = ActuatorName.DRY_RUN
     pool: Annotated[
         tuple[LaunchPool, ...],
-        Meta(description="With actuator `process`: what is started, as `[[pool]]` tables of `commutator up`; one for each role."),
+        Meta(
+            description="With actuator `process`: what is started, as `[[pool]]` tables of `commutator up`; one for each role. "
+            "`replicas` is how many there are before the first plan."
+        ),
     ] = ()
     log_folder: Annotated[Text, Meta(description="With actuator `process`: folder of the engines' logs.")] = "commutator-logs"
     drain_s: Annotated[Seconds, Meta(description="Longest time that requests of an engine that is to go are waited for.")] = 600.0
@@ -244,6 +247,16 @@ class PlanSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if roles != sorted(role.value for role in self.roles):
             wanted = " and ".join(role.value for role in self.roles)
             yield Complaint("pool", f"actuator `process` starts what `[[pool]]` tables describe: one with role {wanted}")
+        for pool in self.pool:
+            least, most = self.limits(pool.role).min, self._pool(pool.role, pool).max
+            if pool.role in self.roles and pool.replicas is not None and not least <= pool.replicas <= most:
+                limit = (
+                    f"less than `{pool.role.value}.min`, {least}" if pool.replicas < least else f"more than `{pool.role.value}.max`, {most}"
+                )
+                yield Complaint(
+                    "pool",
+                    f"pool {pool.name!r} begins with its `replicas`, {pool.replicas}, which is {limit}: change one of them, or leave `replicas` out",
+                )
         try:
             for pool in self.pool:
                 pool.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -12,10 +13,13 @@ import pytest
 
 from discovery.lifetime import cancelled_at_exit
 from discovery.observations import EngineReport
+from engines.launch.plan import EngineName
+from engines.launch.plan import Pool as LaunchPool
 from engines.types import Role
 from planner.actuators.docker import Docker
 from planner.actuators.kubernetes import Kubernetes
 from planner.actuators.leaving import Leaving
+from planner.actuators.process import Processes
 from planner.actuators.types import ActuatorError
 from planner.routers import Routers, RouterUnreachable
 from planner.settings import ActuatorName, PlanSettings, PoolSettings
@@ -119,6 +123,28 @@ async def test_pods_are_drained_before_there_are_fewer_and_the_drained_one_goes(
             there = (await actuator.replicas(reports({engines[0].url: 0}), 0.0))["aggregated"]
             await actuator.carry_out(decision(there, 5))
             assert (cluster.calls[-1], len(cluster.pods)) == ("scale 5", 5)
+
+
+async def test_a_pool_begins_with_its_replicas_and_one_that_cannot_be_started_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "sims-1.log").mkdir()  # no log can be written there
+    pool = LaunchPool(name="sims", engine=EngineName.SIMULATED, replicas=2)
+    async with routing([], admin_token=TOKEN) as router, told(router) as (routers, group), aiohttp.ClientSession() as session:
+        actuator = Processes((pool,), routers, session, group, logs=tmp_path, drain_s=1.0)
+        try:
+            with pytest.raises(ActuatorError, match="pool 'sims'"):
+                await actuator.replicas({}, 0.0)
+
+            async def states() -> list[str]:
+                return [one.state.value for one in (await actuator.replicas({}, 0.0))["sims"]]
+
+            assert await states() == ["starting", "lost"]
+
+            async def one_is_ready() -> bool:
+                return await states() == ["ready", "lost"]
+
+            await until(one_is_ready, what="the other is ready")
+        finally:
+            await actuator.close()
 
 
 async def test_a_router_that_cannot_be_told_keeps_its_engine_alive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,14 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
         ("--nats nats://h:1 --aggregated-min 9", "is less than `aggregated.min`, 9"),
         ("--nats nats://h:1 --webhook http://h", "has no effect without actuator `virtual`"),
         ("--nats nats://h:1 --backtest-plot x.svg", "has no effect without backtest"),
+        (
+            '--nats nats://h:1 --actuator process --router http://h:1 --router-token t --pool {"name":"a","engine":"simulated","replicas":0}',
+            "begins with its `replicas`, 0, which is less than `aggregated.min`, 1: change one of them, or leave `replicas` out",
+        ),
+        (
+            '--nats nats://h:1 --actuator process --router http://h:1 --router-token t --pool {"name":"a","engine":"simulated","replicas":9}',
+            "begins with its `replicas`, 9, which is more than `aggregated.max`, 8",
+        ),
         ("--backtest /nowhere.jsonl", "/nowhere.jsonl: No such file"),
         ("--nats nats://h:1 --profile /nowhere.json", "/nowhere.json cannot be read"),
     ],
