@@ -64,10 +64,10 @@ class Kubernetes:
         self._namespace = namespace
         self._scaled = {pool: scaled(target, namespace) for pool, target in targets.items()}
         self._leaving = leaving
+        self._counting = asyncio.Lock()
+        """Held from reading a count to writing another: of pods that leave at once, each is one less."""
         self._pods: dict[str, tuple[str, str, str | None]] = {}
         """By replica: pool, pod and engine."""
-        self._counts: dict[str, int] = {}
-        """By pool: replicas that there are to be, as Kubernetes knows."""
 
     @classmethod
     def of(cls, settings: PlanSettings, routers: Routers, group: asyncio.TaskGroup) -> Self:
@@ -95,8 +95,7 @@ class Kubernetes:
         self._pods.clear()
         found = {}
         for pool, target in self._scaled.items():
-            count, selector = await self._scale_of(target)
-            self._counts[pool] = count
+            _, selector = await self._scale_of(target)
             pods = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods", params={"labelSelector": selector})
             found[pool] = tuple(
                 self._replica(pool, pod, hosts, engines)
@@ -109,8 +108,9 @@ class Kubernetes:
         """See `Actuator`."""
         for decided in decision.pools:
             if decided.target > decided.current:
-                leaving = sum(1 for replica, (pool, _, _) in self._pods.items() if pool == decided.pool and replica in self._leaving)
-                await self._set(self._scaled[decided.pool], decided.target + leaving)
+                async with self._counting:
+                    leaving = sum(1 for replica, (pool, _, _) in self._pods.items() if pool == decided.pool and replica in self._leaving)
+                    await self._set(self._scaled[decided.pool], decided.target + leaving)
                 continue
             for victim in self._victims(decided.pool, decided.victims):
                 pool, pod, engine = self._pods[victim]
@@ -148,22 +148,24 @@ class Kubernetes:
         if not target.ordered:
             body = {"metadata": {"annotations": {DELETION_COST: "-1000"}}}
             await self._ask("PATCH", f"/api/v1/namespaces/{self._namespace}/pods/{pod}", body=body)
-        count, _ = await self._scale_of(target)
-        await self._set(target, max(0, count - 1))
+        async with self._counting:
+            count, _ = await self._scale_of(target)
+            await self._set(target, max(0, count - 1))
 
     async def _scale_of(self, target: Scaled) -> tuple[int, str]:
         """How many there are to be, and how their pods are found."""
-        if not target.field:
-            scale = await self._ask("GET", f"{target.path}/scale")
-            return int(scale["spec"].get("replicas", 0)), scale["status"].get("selector", "")
-        whole = await self._ask("GET", target.path)
-        count: Any = whole
-        for name in target.field:
-            count = count[name]
-        selector = whole.get("status", {}).get("selector")
-        if not isinstance(selector, str):
+        found = await self._ask("GET", target.path if target.field else f"{target.path}/scale")
+        selector = found.get("status", {}).get("selector")
+        if not isinstance(selector, str) or not selector:  # an empty one would find every pod of the namespace
             raise ActuatorError(f"{target.path} does not say by which labels its pods are found (status.selector)")
-        return int(count), selector
+        if not target.field:
+            return int(found["spec"].get("replicas", 0)), selector
+        count: Any = found
+        for name in target.field:
+            count = count.get(name) if isinstance(count, dict) else None
+        if not isinstance(count, int):
+            raise ActuatorError(f"{target.path} has no number at /{'/'.join(target.field)}")
+        return count, selector
 
     async def _set(self, target: Scaled, count: int) -> None:
         body: dict[str, Any] = {"spec": {"replicas": count}}

@@ -125,6 +125,70 @@ async def test_pods_are_drained_before_there_are_fewer_and_the_drained_one_goes(
             assert (cluster.calls[-1], len(cluster.pods)) == ("scale 5", 5)
 
 
+WORKERS = "ai.example/v1/engines/llm"
+
+
+@pytest.mark.parametrize("path", ["", "/spec/workers/replicas"])
+async def test_a_custom_resource_is_scaled_by_its_scale_or_its_own_field(path: str) -> None:
+    at = tuple(path.split("/")[1:])
+    async with fleet(1) as engines, routing(engines, admin_token=TOKEN) as router, told(router) as (routers, group):
+        cluster = FakeKubernetes("ai.example/v1/engines", "llm", 3, ["127.0.0.1"], replicas_at=at)
+        others = cluster.resource["spec"]["model"], cluster.resource["spec"]["workers"]["ports"]
+        async with served(cluster.application()) as api, aiohttp.ClientSession(base_url=api) as session:
+            target = f"{WORKERS}:{path}" if path else WORKERS
+            actuator = Kubernetes(session, None, "ai", {"aggregated": target}, Leaving(routers, group, 30.0))
+            there = (await actuator.replicas(reports({engines[0].url: 0}), 0.0))["aggregated"]
+            assert len(there) == 3
+            await actuator.carry_out(decision(there, 2, [engines[0].url]))
+            await until(lambda: len(cluster.pods) == 2, what="there is one less")
+            assert sorted(cluster.pods) == ["llm-1", "llm-2"], "the one that was drained is gone"
+            assert await router.metric("router_engine_state", state="draining") == 1
+            there = (await actuator.replicas({}, 0.0))["aggregated"]
+            await actuator.carry_out(decision(there, 4))
+            assert (cluster.calls[-1], len(cluster.pods)) == ("scale 4", 4)
+            assert (cluster.resource["spec"]["model"], cluster.resource["spec"]["workers"]["ports"]) == others
+
+
+async def test_several_pods_that_leave_at_once_are_each_counted() -> None:
+    cluster = FakeKubernetes("deployments", "llm", 5, [])
+    async with (
+        routing([], admin_token=TOKEN) as router,
+        told(router) as (routers, group),
+        served(cluster.application()) as api,
+        aiohttp.ClientSession(base_url=api) as session,
+    ):
+        actuator = Kubernetes(session, None, "ai", {"aggregated": "deployments/llm"}, Leaving(routers, group, 30.0))
+        there = (await actuator.replicas({}, 0.0))["aggregated"]
+        await actuator.carry_out(decision(there, 2, ["llm-1", "llm-3", "llm-4"]))
+        await until(lambda: sorted(cluster.pods) == ["llm-0", "llm-2"], what="three are gone")
+
+
+@pytest.mark.parametrize(
+    ("path", "selector", "why"),
+    [
+        ("", None, "does not say by which labels its pods are found"),
+        ("/spec/workers/replicas", None, "does not say by which labels its pods are found"),
+        ("/spec/workers/count", "app=llm", "has no number at /spec/workers/count"),
+        ("/spec/model", "app=llm", "has no number at /spec/model"),
+        ("/spec/model/replicas", "app=llm", "has no number at /spec/model/replicas"),
+    ],
+)
+async def test_a_custom_resource_that_does_not_tell_what_is_needed_changes_nothing(path: str, selector: str | None, why: str) -> None:
+    cluster = FakeKubernetes("ai.example/v1/engines", "llm", 3, [], replicas_at=("spec", "workers", "replicas") if path else ())
+    cluster.selector = selector
+    async with (
+        routing([], admin_token=TOKEN) as router,
+        told(router) as (routers, group),
+        served(cluster.application()) as api,
+        aiohttp.ClientSession(base_url=api) as session,
+    ):
+        target = f"{WORKERS}:{path}" if path else WORKERS
+        actuator = Kubernetes(session, None, "ai", {"aggregated": target}, Leaving(routers, group, 30.0))
+        with pytest.raises(ActuatorError, match=why):
+            await actuator.replicas({}, 0.0)
+    assert (cluster.calls, len(cluster.pods)) == ([], 3)
+
+
 async def test_a_pool_begins_with_its_replicas_and_one_that_cannot_be_started_is_lost(tmp_path: Path) -> None:
     (tmp_path / "sims-1.log").mkdir()  # no log can be written there
     pool = LaunchPool(name="sims", engine=EngineName.SIMULATED, replicas=2)
