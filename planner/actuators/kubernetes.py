@@ -1,7 +1,7 @@
 """How are pods made more and fewer? Through the `scale` subresource of what owns them, or a custom resource's own field.
 
     Deployment     : victims are drained, marked as the cheapest to delete, and then there are fewer
-    StatefulSet    : the highest ordinals go, whoever they are: so those are the victims
+    StatefulSet    : the highest ordinals go, whoever they are: so those are the victims, and a lost one below them stays
     custom resource: as a Deployment; `GROUP/VERSION/PLURAL/NAME:/spec/workers/replicas` without a scale subresource of its own
 
 Inside a cluster the service account's token is used (it may get and patch what it scales, and list and patch pods); elsewhere `kubectl proxy`.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -23,7 +23,7 @@ import msgspec
 from planner.actuators.leaving import Leaving
 from planner.actuators.types import ActuatorError
 from planner.sightings import laden
-from planner.types import Decision, Replica, ReplicaState
+from planner.types import Decision, PoolDecision, Replica, ReplicaState
 
 if TYPE_CHECKING:
     from discovery.observations import EngineReport
@@ -68,6 +68,8 @@ class Kubernetes:
         """Held from reading a count to writing another: of pods that leave at once, each is one less."""
         self._pods: dict[str, tuple[str, str, str | None]] = {}
         """By replica: pool, pod and engine."""
+        self._drained: set[str] = set()
+        """Those that somebody else drains: they are there, and carry nothing new."""
 
     @classmethod
     def of(cls, settings: PlanSettings, routers: Routers, group: asyncio.TaskGroup) -> Self:
@@ -93,6 +95,7 @@ class Kubernetes:
         del now
         hosts = {urlsplit(engine).hostname: engine for engine in engines}
         self._pods.clear()
+        self._drained.clear()
         found = {}
         for pool, target in self._scaled.items():
             _, selector = await self._scale_of(target)
@@ -107,14 +110,15 @@ class Kubernetes:
     async def carry_out(self, decision: Decision) -> None:
         """See `Actuator`."""
         for decided in decision.pools:
-            if decided.target > decided.current:
-                async with self._counting:
-                    leaving = sum(1 for replica, (pool, _, _) in self._pods.items() if pool == decided.pool and replica in self._leaving)
-                    await self._set(self._scaled[decided.pool], decided.target + leaving)
-                continue
-            for victim in self._victims(decided.pool, decided.victims):
+            surplus = max(0, decided.current - decided.target)
+            lost = frozenset(decided.victims[: len(decided.victims) - surplus])
+            for victim in self._victims(decided, lost, surplus):
                 pool, pod, engine = self._pods[victim]
                 self._leaving.begin(victim, engine, lambda pool=pool, pod=pod: self._drop(pool, pod))  # type: ignore[misc]
+            if decided.target > decided.current:
+                async with self._counting:
+                    besides = [one for one in self._of(decided.pool) if one in self._leaving or one in self._drained or one in lost]
+                    await self._set(self._scaled[decided.pool], decided.target + len(besides))
 
     async def close(self) -> None:
         """See `Actuator`: pods go on without us."""
@@ -122,12 +126,22 @@ class Kubernetes:
 
     # inside
 
-    def _victims(self, pool: str, chosen: tuple[str, ...]) -> list[str]:
-        """Of a StatefulSet, those that Kubernetes would take."""
-        if not self._scaled[pool].ordered:
-            return list(chosen)
-        staying = [replica for replica, (of, _, _) in self._pods.items() if of == pool and replica not in self._leaving]
-        return sorted(staying, key=lambda replica: _ordinal(self._pods[replica][1]), reverse=True)[: len(chosen)]
+    def _of(self, pool: str) -> list[str]:
+        return [replica for replica, (of, _, _) in self._pods.items() if of == pool]
+
+    def _victims(self, decided: PoolDecision, lost: frozenset[str], surplus: int) -> Sequence[str]:
+        """Of a StatefulSet, those that Kubernetes would take: a lost one below others stays, since it would be one of them that goes."""
+        if not self._scaled[decided.pool].ordered:
+            return decided.victims
+        staying = [replica for replica in self._of(decided.pool) if replica not in self._leaving]
+        taken: list[str] = []
+        for replica in sorted(staying, key=lambda replica: _ordinal(self._pods[replica][1]), reverse=True):
+            if replica not in lost:
+                if not surplus:
+                    break
+                surplus -= 1
+            taken.append(replica)
+        return taken
 
     def _replica(self, pool: str, pod: dict[str, Any], hosts: Mapping[str | None, str], engines: Mapping[str, EngineReport]) -> Replica:
         name = pod["metadata"]["name"]
@@ -138,6 +152,9 @@ class Kubernetes:
         ready = any(one["type"] == "Ready" and one["status"] == "True" for one in pod["status"].get("conditions", []))
         state = ReplicaState.READY if ready and report is not None and report.state != "joining" else ReplicaState.STARTING
         if pod["metadata"].get("deletionTimestamp") or replica in self._leaving:
+            state = ReplicaState.DRAINING
+        elif report is not None and report.state == "draining":
+            self._drained.add(replica)
             state = ReplicaState.DRAINING
         since = datetime.fromisoformat(pod["metadata"]["creationTimestamp"]).timestamp()
         return laden(Replica(replica, state, since), report)

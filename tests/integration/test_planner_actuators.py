@@ -164,6 +164,48 @@ async def test_several_pods_that_leave_at_once_are_each_counted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "lost", "left"),
+    [
+        ("deployments", "llm-1", ["llm-0", "llm-2", "llm-3"]),  # replaced, by a pod of another name
+        ("statefulsets", "llm-2", ["llm-0", "llm-1", "llm-2"]),  # replaced: the highest may go
+        ("statefulsets", "llm-1", ["llm-0", "llm-1", "llm-2", "llm-3"]),  # to take it would take a healthy one
+    ],
+)
+async def test_a_lost_pod_is_made_up_for_and_costs_no_healthy_one(kind: str, lost: str, left: list[str]) -> None:
+    cluster = FakeKubernetes(kind, "llm", 3, [])
+    async with (
+        routing([], admin_token=TOKEN) as router,
+        told(router) as (routers, group),
+        served(cluster.application()) as api,
+        aiohttp.ClientSession(base_url=api) as session,
+    ):
+        leaving = Leaving(routers, group, 30.0)
+        actuator = Kubernetes(session, None, "ai", {"aggregated": f"{kind}/llm"}, leaving)
+        healthy = [one for one in (await actuator.replicas({}, 0.0))["aggregated"] if one.id != lost]
+        await actuator.carry_out(decision(healthy, 3, [lost]))
+        await until(lambda: lost not in leaving, what="whatever can go is gone")
+        assert sorted(cluster.pods) == left
+        assert {one.id for one in healthy} <= cluster.pods.keys()
+
+
+async def test_a_pod_that_somebody_else_drains_is_made_up_for() -> None:
+    cluster = FakeKubernetes("deployments", "llm", 2, ["10.8.0.1", "10.8.0.2"])
+    drained = EngineReport("http://10.8.0.1:8000", Role.AGGREGATED, "draining", ("sim",), 0, 0)
+    serving = EngineReport("http://10.8.0.2:8000", Role.AGGREGATED, "serving", ("sim",), 0, 0)
+    async with (
+        routing([], admin_token=TOKEN) as router,
+        told(router) as (routers, group),
+        served(cluster.application()) as api,
+        aiohttp.ClientSession(base_url=api) as session,
+    ):
+        actuator = Kubernetes(session, None, "ai", {"aggregated": "deployments/llm"}, Leaving(routers, group, 30.0))
+        there = (await actuator.replicas({report.engine: report for report in (drained, serving)}, 0.0))["aggregated"]
+        assert [one.state for one in there] == [ReplicaState.DRAINING, ReplicaState.READY]
+        await actuator.carry_out(decision(there, 2))
+        assert len(cluster.pods) == 3
+
+
+@pytest.mark.parametrize(
     ("path", "selector", "why"),
     [
         ("", None, "does not say by which labels its pods are found"),
