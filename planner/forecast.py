@@ -262,6 +262,12 @@ def forecaster(name: Predictor) -> AnyForecaster:
             return Arima()
 
 
+def alike(one: AnyForecaster, other: AnyForecaster) -> bool:
+    """Whether both are the same predictor, whatever they have seen."""
+    periods = (found.period_s if isinstance(found, Seasonal) else None for found in (one, other))
+    return type(one) is type(other) and len(set(periods)) == 1
+
+
 def auto_arima(values: list[float], steps: int) -> list[float]:
     """The `steps` values after these. Raises PredictorMissing."""
     import numpy as np  # noqa: PLC0415  it comes with the extra
