@@ -60,7 +60,7 @@ async def plan(settings: PlanSettings) -> None:
 
         await backtest(settings)
         return
-    if settings.profile is not None and settings.profile.startswith(("http://", "https://")):
+    if settings.profile is not None and settings.measures:
         from planner.profiling import measure  # noqa: PLC0415
 
         await measure(settings)
@@ -82,7 +82,8 @@ async def planning(settings: PlanSettings) -> AsyncIterator[str]:
     kept = await asyncio.to_thread(keeper.read) if keeper is not None else None
     name = secrets.token_hex(8)
     if kept is not None and set(kept.memory.capacities) == set(policy.pools):
-        policy.memory, name = kept.memory, kept.planner
+        policy.resume(kept.memory)
+        name = kept.planner
     if keeper is not None:
         keeper.planner = name
     async with contextlib.AsyncExitStack() as stack:
@@ -163,7 +164,7 @@ def _observer(settings: PlanSettings, bus: Bus | None, session: aiohttp.ClientSe
     if settings.prometheus is not None:
         from planner.prometheus import PrometheusObserver  # noqa: PLC0415  seldom
 
-        return PrometheusObserver(session, settings.prometheus, settings.load_interval_s)
+        return PrometheusObserver(session, settings.prometheus)
     assert bus is not None  # noqa: S101  the settings' own check
     return BusObserver(bus, settings.namespace, settings.model, clock=time.monotonic)
 

@@ -167,6 +167,11 @@ class Capacity(msgspec.Struct):
         made.kv_tokens = profile.kv_tokens
         return made
 
+    def begin_with(self, fresh: Capacity) -> None:
+        """Take a profile's points from one that knows nothing else; where it has none, stay."""
+        self.prefill, self.decode = _with_points(self.prefill, fresh.prefill), _with_points(self.decode, fresh.decode)
+        self.kv_tokens = self.kv_tokens if fresh.kv_tokens is None else fresh.kv_tokens
+
     @property
     def known(self) -> bool:
         """Whether anything can be computed."""
@@ -281,6 +286,13 @@ def _wait_at(c: float, mix: Mix, prefilling: float, busy: float) -> float:
         return 0.0
     mean = c * mix.isl_square / (2 * mix.isl) * prefilling / (1 - busy)
     return mean / prefilling * max(0.0, math.log(prefilling / (1 - mix.at)))
+
+
+def _with_points(kept: Line | None, fresh: Line | None) -> Line | None:
+    if kept is None or fresh is None:
+        return fresh if kept is None else kept
+    kept.fixed = fresh.fixed
+    return kept
 
 
 def _tail(factor: float, seen: float | None, computed: float | None) -> float:

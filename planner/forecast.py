@@ -215,11 +215,14 @@ class Arima(msgspec.Struct, tag="arima"):
     """Before so many values, the last one stands."""
     times: list[float] = []
     values: list[float] = []
+    ahead: list[float] = []
+    """What is expected at each step from now on, as far as somebody has asked: to fit a model takes up to a second."""
 
     def observe(self, at: float, value: float) -> None:
         """See `Forecaster`."""
         self.times = [*self.times[-self.size + 1 :], at]
         self.values = [*self.values[-self.size + 1 :], value]
+        self.ahead = []
 
     def predict(self, at: float) -> float:
         """See `Forecaster`."""
@@ -227,7 +230,9 @@ class Arima(msgspec.Struct, tag="arima"):
             return self.values[-1] if self.values else 0.0
         spacing = (self.times[-1] - self.times[0]) / (len(self.times) - 1)
         steps = max(1, min(self.size, round((at - self.times[-1]) / spacing)))
-        return max(0.0, auto_arima(self.values, steps))
+        if len(self.ahead) < steps:
+            self.ahead = auto_arima(self.values, max(steps, REACH))
+        return max(0.0, self.ahead[steps - 1])
 
 
 AnyForecaster = Constant | MovingAverage | Holt | Kalman | Seasonal | Arima
@@ -257,12 +262,18 @@ def forecaster(name: Predictor) -> AnyForecaster:
             return Arima()
 
 
-def auto_arima(values: list[float], steps: int) -> float:
-    """The last of `steps` values after these. Raises PredictorMissing."""
+def alike(one: AnyForecaster, other: AnyForecaster) -> bool:
+    """Whether both are the same predictor, whatever they have seen."""
+    periods = (found.period_s if isinstance(found, Seasonal) else None for found in (one, other))
+    return type(one) is type(other) and len(set(periods)) == 1
+
+
+def auto_arima(values: list[float], steps: int) -> list[float]:
+    """The `steps` values after these. Raises PredictorMissing."""
     import numpy as np  # noqa: PLC0415  it comes with the extra
 
     model = _model()(season_length=1)
-    return float(model.forecast(np.asarray(values), h=steps)["mean"][-1])
+    return [float(value) for value in model.forecast(np.asarray(values), h=steps)["mean"]]
 
 
 def _model() -> Any:  # noqa: ANN401  it ships no types

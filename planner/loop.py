@@ -108,8 +108,7 @@ class Loop:
             event(_log, logging.WARNING, "what there is cannot be seen: nothing is changed", error=str(error))
             return None
         seen = Observation(now, look.traffic, replicas)
-        decision = self._policy.tick(seen)
-        self._say(seen, decision, look)
+        decision = self._say(seen, self._policy.tick(seen), look)
         if decision.changes:
             try:
                 await self._actuator.carry_out(decision)
@@ -120,7 +119,8 @@ class Loop:
             await self._keeper.keep(self._policy, self._told)
         return decision
 
-    def _say(self, seen: Observation, decision: Decision, look: Look) -> None:
+    def _say(self, seen: Observation, decision: Decision, look: Look) -> Decision:
+        """Tell it to all who may want to know; the decision with its number."""
         self._record.decided(seen, decision)
         self._model = self._model or next((model for engine in look.engines.values() for model in engine.models), "")
         pools = tuple(map(_as_told, decision.pools))
@@ -144,6 +144,7 @@ class Loop:
             within_s = SLACK * max(pool.startup_s for pool in self._policy.pools.values()) if empties else 0.0
             message = PlanMessage(self._planner, self._told.number, decision.at, self._model, pools, within_s if self._model else 0.0)
             self._bus.publish(self._subjects.plans, _encode(message))
+        return msgspec.structs.replace(decision, number=self._told.number)
 
 
 def _as_told(decided: PoolDecision) -> PlanPool:

@@ -19,7 +19,7 @@ import msgspec
 
 from engines.types import Role
 from planner.capacity import Capacity, Profile, Window
-from planner.forecast import AnyForecaster, Predictor, forecaster
+from planner.forecast import AnyForecaster, Predictor, alike, forecaster
 from planner.limits import COUNTED, bounded, victims, within_budget
 from planner.reactive import TOLERANCE, Demand, Want, by_sla, by_thresholds
 from planner.rules import Rules
@@ -73,6 +73,14 @@ class Policy:
         self.pools = {pool.name: pool for pool in pools}
         self.rules = rules
         self.memory = Memory({pool.name: Capacity.of(pool.role, profile) for pool in pools}, forecaster(predictor))
+
+    def resume(self, memory: Memory) -> None:
+        """Go on with what another one knew, and with the predictor and the profile that this one was made with."""
+        fresh, self.memory = self.memory, memory
+        if not alike(fresh.arrivals, memory.arrivals):
+            memory.arrivals = fresh.arrivals
+        for name, capacity in memory.capacities.items():
+            capacity.begin_with(fresh.capacities[name])
 
     def tick(self, seen: Observation) -> Decision:
         """What the pools are to be now."""

@@ -1,39 +1,26 @@
-"""What does a Prometheus server know of routers and engines? The same as routers tell on the bus, asked of it in PromQL.
+"""What does a Prometheus server know of routers and engines? What it has scraped of them: their pages are asked for, and read (`planner.scrapes`).
 
-It has no prompt lengths by model and knows what it has scraped: its window must be longer than its scrapes are apart. Use the bus where it
-can be reached.
+One query brings all of them as they are, with the times at which they were scraped. Rates are not asked for: those of windows that overlap would
+count each request several times, and `increase` guesses what lies before the first scrape in its window. There is something new as often as
+routers are scraped. Use the bus where it can be reached.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, Final
+import math
+from collections.abc import Iterable
+from typing import Final
 
 import aiohttp
 import msgspec
 
 from discovery.logs import event
-from discovery.observations import BOUNDS, EngineReport, Histogram
-from engines.types import Role
+from planner.scrapes import NAMES, SCRAPED_AT, Labels, Page, Scrapes
 from planner.sightings import Look
-from planner.types import Traffic
 
 TIMEOUT_S: Final = 10.0
-LEAST_WINDOW_S: Final = 60.0
-"""Four scrapes of the usual fifteen seconds: `increase` needs two within the window."""
-MS: Final = 1e3
-QUERIES: Final = {
-    "arrived": "sum(increase(router_requests_total[{window}]))",
-    "ttft": "sum by (le) (increase(router_time_to_first_token_seconds_bucket[{window}]))",
-    "prompt_tokens": "sum(increase(router_prompt_tokens_total[{window}]))",
-    "overlap_tokens": "sum(increase(router_overlap_tokens_total[{window}]))",
-    "waiting": "sum(router_admission_waiting)",
-    "shed": "sum(increase(router_admission_shed_total[{window}]))",
-    "state": "max by (engine, state) (router_engine_state)",
-    "in_flight": "sum by (engine) (router_active_requests)",
-    "prefill_tokens": "sum by (engine) (router_active_prefill_tokens)",
-}
+QUERY: Final = f'label_replace(timestamp(router_build_info), "__name__", "{SCRAPED_AT}", "", "") or {{__name__=~"{"|".join(NAMES)}"}}'
 
 _log = logging.getLogger(__name__)
 
@@ -55,42 +42,21 @@ class _Answer(msgspec.Struct):
 class PrometheusObserver:
     """Asks a server; see `planner.observer.Observer`."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, interval_s: float) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = url.rstrip("/")
-        self._window_s = max(LEAST_WINDOW_S, interval_s)
+        self._scrapes = Scrapes()
         self._said = ""
 
     async def look(self) -> Look:
         """See `Observer`. A server that is away, or has never scraped a router, is no data."""
         try:
-            found = {name: await self._ask(query.format(window=f"{self._window_s:g}s")) for name, query in QUERIES.items()}
+            found = await self._ask(QUERY)
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             self._say(f"{error or type(error).__name__}")
             return Look(None, {})
         self._say("")
-        return Look(self._traffic(found), _engines(found))
-
-    def _traffic(self, found: Mapping[str, list[_Result]]) -> Traffic | None:
-        if not found["state"]:
-            return None
-        requests = round(_one(found["arrived"]))
-        tokens, overlap = _one(found["prompt_tokens"]), _one(found["overlap_tokens"])
-        isl = Histogram()
-        for _ in range(min(requests, 1000)):  # their mean is all that is known
-            isl.add(tokens / requests)
-        return Traffic(
-            window_s=self._window_s,
-            arrived=requests,
-            isl=isl if tokens else Histogram(),
-            osl=Histogram(),
-            ttft_ms=_distribution(found["ttft"]),
-            itl_ms=Histogram(),
-            wait_ms=Histogram(),
-            shed=round(_one(found["shed"])),
-            hit_rate=min(1.0, overlap / tokens) if tokens else None,
-            waiting=round(_one(found["waiting"])),
-        )
+        return self._scrapes.look(_pages(found))
 
     async def _ask(self, query: str) -> list[_Result]:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
@@ -105,31 +71,16 @@ class PrometheusObserver:
                 event(_log, logging.WARNING, "Prometheus cannot be asked: no data", url=self._url, error=why)
 
 
-def _engines(found: Mapping[str, list[_Result]]) -> dict[str, EngineReport]:
-    states = {one.metric.get("engine", ""): one.metric.get("state", "") for one in found["state"] if float(one.value[1]) > 0}
-    counts = {
-        name: {one.metric.get("engine", ""): round(float(one.value[1])) for one in found[name]} for name in ("in_flight", "prefill_tokens")
-    }
-    return {
-        engine: EngineReport(
-            engine, Role.AGGREGATED, state, (), counts["in_flight"].get(engine, 0), counts["prefill_tokens"].get(engine, 0)
-        )
-        for engine, state in states.items()
-        if engine
-    }
-
-
-def _distribution(buckets: list[_Result]) -> Histogram:
-    """Prometheus' cumulative buckets in ours: each one's values are taken to be at its upper end, so no time looks shorter than it was."""
-    made, below, lower = Histogram(), 0.0, BOUNDS[0] / MS
-    for bound, count in sorted((float(one.metric["le"]), float(one.value[1])) for one in buckets if "le" in one.metric):
-        for _ in range(round(count - below)):
-            made.add(min(bound, 2 * lower) * MS)
-        below, lower = max(below, count), min(bound, BOUNDS[-1])
-    return made
-
-
-def _one(found: list[_Result]) -> float:
-    value: Any = found[0].value[1] if found else 0.0
-    number = float(value)
-    return number if number == number and abs(number) < 1e15 else 0.0  # noqa: PLR0124  NaN
+def _pages(found: Iterable[_Result]) -> dict[str, Page]:
+    """By router: its job and its address, as Prometheus calls them."""
+    values: dict[str, dict[str, dict[Labels, float]]] = {}
+    scraped: dict[str, float] = {}
+    for one in found:
+        labels = dict(one.metric)
+        name, router = labels.pop("__name__", ""), f"{labels.pop('job', '')} {labels.pop('instance', '')}"
+        value = float(one.value[1])
+        if name == SCRAPED_AT:
+            scraped[router] = value
+        elif math.isfinite(value):
+            values.setdefault(router, {}).setdefault(name, {})[frozenset(labels.items())] = value
+    return {router: Page(at, values.get(router, {})) for router, at in scraped.items()}

@@ -19,7 +19,6 @@ from engines.types import EngineSpec
 
 TIMEOUT_S: Final = 10.0
 POLL_S: Final = 0.2
-DELAY_S: Final = 0.0
 
 
 class RouterUnreachable(Exception):
@@ -42,11 +41,6 @@ class Routers:
         self._headers = {"authorization": f"Bearer {token}"}
         self._clock = clock
 
-    @property
-    def there(self) -> bool:
-        """Whether any is named."""
-        return bool(self._urls)
-
     async def engines(self) -> list[dict[str, dict[str, Any]]]:
         """For each router, what it knows of each engine. Raises RouterUnreachable."""
         answers = await asyncio.gather(*(self._ask("GET", url, "/admin/engines") for url in self._urls))
@@ -60,10 +54,6 @@ class Routers:
     async def drain(self, engine: str) -> None:
         """No router sends anything new there. Raises RouterUnreachable."""
         await self._each("POST", engine, "/drain")
-
-    async def undrain(self, engine: str) -> None:
-        """It takes requests again. Raises RouterUnreachable."""
-        await self._each("POST", engine, "/undrain")
 
     async def remove(self, engine: str) -> None:
         """No router follows it any more. Raises RouterUnreachable."""

@@ -108,7 +108,10 @@ class PlanSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     actuator: Annotated[ActuatorName, Meta(description="Who makes it so. `dry-run` only says what it would do.")] = ActuatorName.DRY_RUN
     pool: Annotated[
         tuple[LaunchPool, ...],
-        Meta(description="With actuator `process`: what is started, as `[[pool]]` tables of `commutator up`; one for each role."),
+        Meta(
+            description="With actuator `process`: what is started, as `[[pool]]` tables of `commutator up`; one for each role. "
+            "`replicas` is how many there are before the first plan."
+        ),
     ] = ()
     log_folder: Annotated[Text, Meta(description="With actuator `process`: folder of the engines' logs.")] = "commutator-logs"
     drain_s: Annotated[Seconds, Meta(description="Longest time that requests of an engine that is to go are waited for.")] = 600.0
@@ -123,9 +126,9 @@ class PlanSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Text | None, Meta(description="Kubernetes' API, such as `kubectl proxy` offers it; inside a cluster it is found.")
     ] = None
     kubernetes_namespace: Annotated[Text | None, Meta(description="Namespace of what is scaled; that of the pod, inside a cluster.")] = None
-    prometheus: Annotated[
-        Text | None, Meta(description="A Prometheus server that scrapes routers and engines, to look at instead of the bus.")
-    ] = None
+    prometheus: Annotated[Text | None, Meta(description="A Prometheus server that scrapes the routers, to look at instead of the bus.")] = (
+        None
+    )
     profile: Annotated[
         Text | None,
         Meta(
@@ -205,12 +208,16 @@ class PlanSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             most = most if made.most is None else min(most, made.most)
         return Pool(name, role, limits.min, most, gpus, limits.startup_s, limits.startup_deadline_s)
 
+    @property
+    def measures(self) -> bool:
+        """Whether an engine is to be measured, and no more."""
+        return self.profile is not None and self.profile.startswith(("http://", "https://"))
+
     # What is wrong
 
     def check(self, given: frozenset[str]) -> Iterator[Complaint]:
         """What is wrong in combination; `given` holds the keys that somebody set."""
-        measures = self.profile is not None and self.profile.startswith(("http://", "https://"))
-        if self.backtest is None and not measures:
+        if self.backtest is None and not self.measures:
             if self.nats is None and self.prometheus is None:
                 yield Complaint("nats", "a planner hears routers on their NATS server: --nats nats://HOST:4222; or names --prometheus")
             yield from self._check_actuator()
@@ -220,6 +227,11 @@ class PlanSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             limits = self.limits(role)
             if limits.min > limits.max:
                 yield Complaint(f"{role.value}.max", f"{limits.max} is less than `{role.value}.min`, {limits.min}")
+        for what, down, up in (("prefill", self.prefill_down, self.prefill_up), ("decode", self.decode_down, self.decode_up)):
+            if self.target is Target.LOAD and down >= up:
+                yield Complaint(
+                    f"{what}_down", f"{down:g} is not less than `{what}_up`, {up:g}: a pool would have to grow and to shrink at once"
+                )
         if self.target is Target.SLA and self.ttft_ms is None and self.itl_ms is None:
             yield Complaint("target", "`sla` needs `ttft_ms` or `itl_ms`")
         yield from self._without_effect(given)
@@ -244,6 +256,16 @@ class PlanSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if roles != sorted(role.value for role in self.roles):
             wanted = " and ".join(role.value for role in self.roles)
             yield Complaint("pool", f"actuator `process` starts what `[[pool]]` tables describe: one with role {wanted}")
+        for pool in self.pool:
+            least, most = self.limits(pool.role).min, self._pool(pool.role, pool).max
+            if pool.role in self.roles and pool.replicas is not None and not least <= pool.replicas <= most:
+                limit = (
+                    f"less than `{pool.role.value}.min`, {least}" if pool.replicas < least else f"more than `{pool.role.value}.max`, {most}"
+                )
+                yield Complaint(
+                    "pool",
+                    f"pool {pool.name!r} begins with its `replicas`, {pool.replicas}, which is {limit}: change one of them, or leave `replicas` out",
+                )
         try:
             for pool in self.pool:
                 pool.check()
@@ -251,27 +273,40 @@ class PlanSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield Complaint("pool", str(error))
 
     def _without_effect(self, given: frozenset[str]) -> Iterator[Complaint]:
-        planned = {role.value for role in self.roles}
+        idle = [(keys, why) for keys, read, why in self._read() if not read]
         for key in sorted(given):
-            section = key.partition(".")[0]
-            if section in {"aggregated", "prefill", "decode"} - planned:
-                yield Complaint(key, f"has no effect with mode {self.mode!r}")
-            elif key in ("prefill_up", "prefill_down", "decode_up", "decode_down") and self.target is not Target.LOAD:
-                yield Complaint(key, f"has no effect with target {self.target.value!r}; only 'load' reads it")
-            elif key in ("ttft_ms", "itl_ms", "percentile", "loops", "predictor", "throughput_interval_s", "fill") and (
-                self.target is not Target.SLA
-            ):
-                yield Complaint(key, f"has no effect with target {self.target.value!r}, which goes by thresholds")
-            elif key == "pool" and self.actuator is not ActuatorName.PROCESS:
-                yield Complaint(key, "has no effect without actuator `process`")
-            elif key == "webhook" and self.actuator is not ActuatorName.VIRTUAL:
-                yield Complaint(key, "has no effect without actuator `virtual`")
-            elif key == "docker" and self.actuator is not ActuatorName.DOCKER:
-                yield Complaint(key, "has no effect without actuator `docker`")
-            elif key in ("kubernetes_api", "kubernetes_namespace") and self.actuator is not ActuatorName.KUBERNETES:
-                yield Complaint(key, "has no effect without actuator `kubernetes`")
-            elif key == "backtest_plot" and self.backtest is None:
-                yield Complaint(key, "has no effect without backtest")
+            section, _, limit = key.partition(".")
+            why = next((why for keys, why in idle if {key, section, f"*.{limit}"}.intersection(keys)), None)
+            if why is not None:
+                yield Complaint(key, why)
+
+    def _read(self) -> Iterator[tuple[tuple[str, ...], bool, str]]:
+        """Keys that are not always read: which, whether they are now, and why not."""
+        unplanned = tuple(role.value for role in Role if role not in self.roles)
+        yield unplanned, False, f"has no effect with mode {self.mode!r}"
+        sla, actuator = self.target is Target.SLA, self.actuator
+        thresholds = ("prefill_up", "prefill_down", "decode_up", "decode_down")
+        yield thresholds, self.target is Target.LOAD, f"has no effect with target {self.target.value!r}; only 'load' reads it"
+        times = ("ttft_ms", "itl_ms", "percentile", "loops", "predictor", "throughput_interval_s", "fill")
+        yield times, sla, f"has no effect with target {self.target.value!r}, which goes by thresholds"
+        yield ("profile",), sla or self.measures, f"has no effect with target {self.target.value!r}, which goes by thresholds"
+        foretells = self.loops != "load" or self.backtest is not None
+        yield ("predictor", "throughput_interval_s"), foretells, "has no effect with loops 'load', which go by what is"
+        empties = any(self.limits(role).min == 0 for role in self.roles)
+        yield ("zero_after_s",), empties, f"has no effect where no pool may be emptied: `{self.roles[0].value}.min` is not 0"
+        scales = actuator in (ActuatorName.DOCKER, ActuatorName.KUBERNETES)
+        yield ("*.target",), scales, "has no effect without actuator `docker` or `kubernetes`"
+        by_pool = "has no effect with actuator `process`: `[[pool]]` tables say how many GPUs an engine takes"
+        yield ("*.gpus",), actuator is not ActuatorName.PROCESS, by_pool
+        yield ("drain_s",), scales or actuator is ActuatorName.PROCESS, f"has no effect with actuator `{actuator}`, which stops nothing"
+        for keys, only in (
+            (("pool", "log_folder"), ActuatorName.PROCESS),
+            (("webhook",), ActuatorName.VIRTUAL),
+            (("docker",), ActuatorName.DOCKER),
+            (("kubernetes_api", "kubernetes_namespace"), ActuatorName.KUBERNETES),
+        ):
+            yield keys, actuator is only, f"has no effect without actuator `{only}`"
+        yield ("backtest_plot",), self.backtest is not None, "has no effect without backtest"
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -7,7 +7,7 @@ A router that falls silent is no longer counted on; when none is left there is n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -75,21 +75,7 @@ class Sightings:
             if window_s > 0:
                 windows.append(window_s)
                 parts.append(self._since(router.report, before))
-        if not windows:
-            return None
-        whole = summed(parts)
-        return Traffic(
-            window_s=sum(windows) / len(windows),
-            arrived=whole.arrived,
-            isl=whole.isl,
-            osl=whole.osl,
-            ttft_ms=whole.ttft_ms,
-            itl_ms=whole.itl_ms,
-            wait_ms=whole.wait_ms,
-            shed=whole.shed,
-            hit_rate=min(1.0, whole.overlap_tokens / whole.prompt_tokens) if whole.prompt_tokens else None,
-            waiting=whole.waiting,
-        )
+        return traffic_of(windows, parts)
 
     def _since(self, report: RouterReport, before: RouterReport | None) -> TrafficReport:
         earlier = {} if before is None else {traffic.model: traffic for traffic in before.traffic}
@@ -100,12 +86,35 @@ class Sightings:
         return (traffic for traffic in found if self._model in (None, traffic.model))
 
     def _engines(self) -> dict[str, EngineReport]:
-        found: dict[str, EngineReport] = {}
-        for router in self._routers.values():
-            for engine in router.report.engines:
-                if self._model is None or self._model in engine.models:
-                    found[engine.engine] = engine if engine.engine not in found else _both(found[engine.engine], engine)
-        return found
+        told = (engine for router in self._routers.values() for engine in router.report.engines)
+        return together(engine for engine in told if self._model is None or self._model in engine.models)
+
+
+def traffic_of(windows: Sequence[float], parts: Sequence[TrafficReport]) -> Traffic | None:
+    """What several routers have seen, each within its window of so many seconds; None where none of them tells."""
+    if not windows:
+        return None
+    whole = summed(parts)
+    return Traffic(
+        window_s=sum(windows) / len(windows),
+        arrived=whole.arrived,
+        isl=whole.isl,
+        osl=whole.osl,
+        ttft_ms=whole.ttft_ms,
+        itl_ms=whole.itl_ms,
+        wait_ms=whole.wait_ms,
+        shed=whole.shed,
+        hit_rate=min(1.0, whole.overlap_tokens / whole.prompt_tokens) if whole.prompt_tokens else None,
+        waiting=whole.waiting,
+    )
+
+
+def together(told: Iterable[EngineReport]) -> dict[str, EngineReport]:
+    """Each engine, with what all routers have there."""
+    found: dict[str, EngineReport] = {}
+    for engine in told:
+        found[engine.engine] = engine if engine.engine not in found else _both(found[engine.engine], engine)
+    return found
 
 
 def replicas_of(

@@ -164,6 +164,8 @@ class Decision(msgspec.Struct, frozen=True):
     pools: tuple[PoolDecision, ...]
     held: str = ""
     """Why nothing was decided; empty when something was, if only to stay."""
+    number: int = 0
+    """Of the plan, as it is told: it grows with each one that differs from the one before. 0 until it is told."""
 
     def of(self, pool: str) -> PoolDecision:
         """One pool's."""

@@ -1,7 +1,7 @@
 """How are pods made more and fewer? Through the `scale` subresource of what owns them, or a custom resource's own field.
 
     Deployment     : victims are drained, marked as the cheapest to delete, and then there are fewer
-    StatefulSet    : the highest ordinals go, whoever they are: so those are the victims
+    StatefulSet    : the highest ordinals go, whoever they are: so those are the victims, and a lost one below them stays
     custom resource: as a Deployment; `GROUP/VERSION/PLURAL/NAME:/spec/workers/replicas` without a scale subresource of its own
 
 Inside a cluster the service account's token is used (it may get and patch what it scales, and list and patch pods); elsewhere `kubectl proxy`.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -23,7 +23,7 @@ import msgspec
 from planner.actuators.leaving import Leaving
 from planner.actuators.types import ActuatorError
 from planner.sightings import laden
-from planner.types import Decision, Replica, ReplicaState
+from planner.types import Decision, PoolDecision, Replica, ReplicaState
 
 if TYPE_CHECKING:
     from discovery.observations import EngineReport
@@ -64,10 +64,12 @@ class Kubernetes:
         self._namespace = namespace
         self._scaled = {pool: scaled(target, namespace) for pool, target in targets.items()}
         self._leaving = leaving
+        self._counting = asyncio.Lock()
+        """Held from reading a count to writing another: of pods that leave at once, each is one less."""
         self._pods: dict[str, tuple[str, str, str | None]] = {}
         """By replica: pool, pod and engine."""
-        self._counts: dict[str, int] = {}
-        """By pool: replicas that there are to be, as Kubernetes knows."""
+        self._drained: set[str] = set()
+        """Those that somebody else drains: they are there, and carry nothing new."""
 
     @classmethod
     def of(cls, settings: PlanSettings, routers: Routers, group: asyncio.TaskGroup) -> Self:
@@ -93,10 +95,10 @@ class Kubernetes:
         del now
         hosts = {urlsplit(engine).hostname: engine for engine in engines}
         self._pods.clear()
+        self._drained.clear()
         found = {}
         for pool, target in self._scaled.items():
-            count, selector = await self._scale_of(target)
-            self._counts[pool] = count
+            _, selector = await self._scale_of(target)
             pods = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods", params={"labelSelector": selector})
             found[pool] = tuple(
                 self._replica(pool, pod, hosts, engines)
@@ -108,13 +110,15 @@ class Kubernetes:
     async def carry_out(self, decision: Decision) -> None:
         """See `Actuator`."""
         for decided in decision.pools:
-            if decided.target > decided.current:
-                leaving = sum(1 for replica, (pool, _, _) in self._pods.items() if pool == decided.pool and replica in self._leaving)
-                await self._set(self._scaled[decided.pool], decided.target + leaving)
-                continue
-            for victim in self._victims(decided.pool, decided.victims):
+            surplus = max(0, decided.current - decided.target)
+            lost = frozenset(decided.victims[: len(decided.victims) - surplus])
+            for victim in self._victims(decided, lost, surplus):
                 pool, pod, engine = self._pods[victim]
                 self._leaving.begin(victim, engine, lambda pool=pool, pod=pod: self._drop(pool, pod))  # type: ignore[misc]
+            if decided.target > decided.current:
+                async with self._counting:
+                    besides = [one for one in self._of(decided.pool) if one in self._leaving or one in self._drained or one in lost]
+                    await self._set(self._scaled[decided.pool], decided.target + len(besides))
 
     async def close(self) -> None:
         """See `Actuator`: pods go on without us."""
@@ -122,12 +126,22 @@ class Kubernetes:
 
     # inside
 
-    def _victims(self, pool: str, chosen: tuple[str, ...]) -> list[str]:
-        """Of a StatefulSet, those that Kubernetes would take."""
-        if not self._scaled[pool].ordered:
-            return list(chosen)
-        staying = [replica for replica, (of, _, _) in self._pods.items() if of == pool and replica not in self._leaving]
-        return sorted(staying, key=lambda replica: _ordinal(self._pods[replica][1]), reverse=True)[: len(chosen)]
+    def _of(self, pool: str) -> list[str]:
+        return [replica for replica, (of, _, _) in self._pods.items() if of == pool]
+
+    def _victims(self, decided: PoolDecision, lost: frozenset[str], surplus: int) -> Sequence[str]:
+        """Of a StatefulSet, those that Kubernetes would take: a lost one below others stays, since it would be one of them that goes."""
+        if not self._scaled[decided.pool].ordered:
+            return decided.victims
+        staying = [replica for replica in self._of(decided.pool) if replica not in self._leaving]
+        taken: list[str] = []
+        for replica in sorted(staying, key=lambda replica: _ordinal(self._pods[replica][1]), reverse=True):
+            if replica not in lost:
+                if not surplus:
+                    break
+                surplus -= 1
+            taken.append(replica)
+        return taken
 
     def _replica(self, pool: str, pod: dict[str, Any], hosts: Mapping[str | None, str], engines: Mapping[str, EngineReport]) -> Replica:
         name = pod["metadata"]["name"]
@@ -139,6 +153,9 @@ class Kubernetes:
         state = ReplicaState.READY if ready and report is not None and report.state != "joining" else ReplicaState.STARTING
         if pod["metadata"].get("deletionTimestamp") or replica in self._leaving:
             state = ReplicaState.DRAINING
+        elif report is not None and report.state == "draining":
+            self._drained.add(replica)
+            state = ReplicaState.DRAINING
         since = datetime.fromisoformat(pod["metadata"]["creationTimestamp"]).timestamp()
         return laden(Replica(replica, state, since), report)
 
@@ -148,22 +165,24 @@ class Kubernetes:
         if not target.ordered:
             body = {"metadata": {"annotations": {DELETION_COST: "-1000"}}}
             await self._ask("PATCH", f"/api/v1/namespaces/{self._namespace}/pods/{pod}", body=body)
-        count, _ = await self._scale_of(target)
-        await self._set(target, max(0, count - 1))
+        async with self._counting:
+            count, _ = await self._scale_of(target)
+            await self._set(target, max(0, count - 1))
 
     async def _scale_of(self, target: Scaled) -> tuple[int, str]:
         """How many there are to be, and how their pods are found."""
-        if not target.field:
-            scale = await self._ask("GET", f"{target.path}/scale")
-            return int(scale["spec"].get("replicas", 0)), scale["status"].get("selector", "")
-        whole = await self._ask("GET", target.path)
-        count: Any = whole
-        for name in target.field:
-            count = count[name]
-        selector = whole.get("status", {}).get("selector")
-        if not isinstance(selector, str):
+        found = await self._ask("GET", target.path if target.field else f"{target.path}/scale")
+        selector = found.get("status", {}).get("selector")
+        if not isinstance(selector, str) or not selector:  # an empty one would find every pod of the namespace
             raise ActuatorError(f"{target.path} does not say by which labels its pods are found (status.selector)")
-        return int(count), selector
+        if not target.field:
+            return int(found["spec"].get("replicas", 0)), selector
+        count: Any = found
+        for name in target.field:
+            count = count.get(name) if isinstance(count, dict) else None
+        if not isinstance(count, int):
+            raise ActuatorError(f"{target.path} has no number at /{'/'.join(target.field)}")
+        return count, selector
 
     async def _set(self, target: Scaled, count: int) -> None:
         body: dict[str, Any] = {"spec": {"replicas": count}}

@@ -3,6 +3,8 @@
     start ─▶ ready ─▶ told to routers ─▶ serves            drained at all routers ─▶ ended ─▶ routers forget it
       └─ ends by itself, or is never ready: lost, and its place free again
 
+The first look starts as many as each pool names (`replicas`), so that plans begin from those.
+
 A router that was started anew has forgotten what it was told, so what it should know is told again with every look.
 """
 
@@ -70,11 +72,14 @@ class Processes:
         self._logs = logs
         self._drain_s = drain_s
         self._places: dict[str, _Place] = {}
+        self._to_begin_with = {pool.name: pool.replicas or 0 for pool in pools}
+        """By pool: engines still to be started before anybody plans."""
         self._now = 0.0
 
     async def replicas(self, engines: Mapping[str, EngineReport], now: float) -> Mapping[str, tuple[Replica, ...]]:
         """See `Actuator`."""
         self._now = now
+        await self._begin()
         await self._tell_again()
         found: dict[str, list[Replica]] = {name: [] for name in self._pools}
         for place in self._places.values():
@@ -100,16 +105,26 @@ class Processes:
 
     # inside
 
+    async def _begin(self) -> None:
+        for name in self._to_begin_with:
+            while self._to_begin_with[name]:
+                self._to_begin_with[name] -= 1  # each is tried once: what becomes of it is for plans
+                await self._start(name)
+
     async def _start(self, name: str) -> None:
         pool = self._pools[name]
         taken = {place.index for place in self._places.values() if place.pool == name}
         index = next(index for index in range(len(taken) + 1) if index not in taken)
         try:
             engine = LaunchedEngine(pool.plan(index), self._logs)
-            place = _Place(name, index, engine, self._now)
-            self._places[place.id] = place
-            await engine.start()
         except (BadPlan, OSError) as error:
+            raise ActuatorError(f"pool {name!r}: {error}") from error
+        place = _Place(name, index, engine, self._now)
+        self._places[place.id] = place
+        try:
+            await engine.start()
+        except OSError as error:
+            place.become(ReplicaState.LOST, self._now)
             raise ActuatorError(f"pool {name!r}: {error}") from error
         event(_log, logging.INFO, "engine is started", engine=place.id, pool=name, log=str(engine.log))
         place.task = self._group.create_task(self._live(place), name=f"live {place.id}")

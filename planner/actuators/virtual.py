@@ -72,7 +72,6 @@ class Virtual:
         self._told: dict[int, dict[str, int]] = {}
         self._promised: dict[str, tuple[int, float]] = {}
         """By pool: how many there are to be, and since when that is certain."""
-        self._number = 0
         self._now = 0.0
         self._subscription: Subscription = bus.subscribe(Subjects(namespace).acknowledgements, self._on_acknowledgement)
 
@@ -84,35 +83,37 @@ class Virtual:
 
     async def carry_out(self, decision: Decision) -> None:
         """See `Actuator`."""
-        targets = {decided.pool: decided.target for decided in decision.pools}
-        if self._told.get(self._number) == targets:
+        if decision.number in self._told:
             return
-        self._number += 1
-        self._told = {number: told for number, told in self._told.items() if number > self._number - 10}
-        self._told[self._number] = targets
-        if self._webhook is not None and self._session is not None:
-            await self._call(decision)
-            self._done(self._number)
+        self._told = {number: told for number, told in self._told.items() if number > decision.number - 10}
+        self._told[decision.number] = {decided.pool: decided.target for decided in decision.pools}
+        if self._webhook is None or self._session is None:
+            return
+        try:
+            await self._call(decision, self._webhook, self._session)
+        except ActuatorError:  # the next tick tries again
+            del self._told[decision.number]
+            raise
+        self._done(decision.number)
 
     async def close(self) -> None:
         """See `Actuator`."""
         self._subscription.cancel()
 
-    async def _call(self, decision: Decision) -> None:
-        assert self._webhook is not None  # noqa: S101  its caller's condition
-        assert self._session is not None  # noqa: S101
-        body = {"planner": self._planner, "number": self._number, **msgspec.to_builtins(decision)}
+    async def _call(self, decision: Decision, url: str, session: aiohttp.ClientSession) -> None:
+        body = {"planner": self._planner, **msgspec.to_builtins(decision)}
         try:
-            async with self._session.post(
-                self._webhook,
+            async with session.post(
+                url,
                 data=msgspec.json.encode(body),
                 headers={"content-type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+                allow_redirects=False,
             ) as response:
                 if response.status >= 300:
-                    raise ActuatorError(f"the webhook answers {response.status}: {(await response.text())[:200]}")
+                    said = (await response.read())[:200].decode("utf-8", "replace")
+                    raise ActuatorError(f"the webhook answers {response.status}: {said}")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._told.pop(self._number, None)
             raise ActuatorError(f"the webhook could not be called: {error or type(error).__name__}") from error
 
     def _on_acknowledgement(self, subject: str, payload: bytes, reply: str) -> None:

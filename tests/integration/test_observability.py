@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import re
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import promql_parser
 import pytest
 import yaml
 
+from tests.integration.prometheus_servers import NONE_HERE, PROMETHEUS, asked, prometheus
 from tests.rig import fleet, prompt, routing
 from tests.waiting import until
 
@@ -28,7 +26,6 @@ DASHBOARD = json.loads((FOLDER / "grafana" / "dashboards" / "commutator.json").r
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
 NAME = re.compile(r"\b(?:router|relay|planner|process)_[a-z0-9_]+")
 TYPE = re.compile(r"^# TYPE (\S+) (\S+)$", re.MULTILINE)
-PROMETHEUS = shutil.which("prometheus")
 PROMTOOL = shutil.which("promtool")
 
 WELL = {
@@ -142,38 +139,6 @@ SAYS: dict[str, tuple[str, dict[str, str]]] = {
 """Alert → when to look, and series that it is about, one value every 15 s."""
 
 
-@contextlib.asynccontextmanager
-async def prometheus(folder: Path, session: aiohttp.ClientSession) -> AsyncIterator[str]:
-    """A real one with the folder's configuration, once it answers; its URL."""
-    log = folder / "log"
-    with log.open("wb") as stderr:
-        process = await asyncio.create_subprocess_exec(
-            str(PROMETHEUS),
-            *(f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data", "--web.listen-address=127.0.0.1:0"),
-            stdout=stderr,
-            stderr=stderr,
-        )
-
-    def listens() -> bool:
-        assert process.returncode is None, log.read_text()
-        return re.search(r"Listening on.*?address=(\S+)", log.read_text()) is not None
-
-    try:
-        await until(listens, what="Prometheus listens")
-        found = re.search(r"Listening on.*?address=(\S+)", log.read_text())
-        assert found is not None
-
-        async def ready() -> bool:
-            async with session.get(f"http://{found[1]}/-/ready") as response:
-                return response.status == 200
-
-        await until(ready, what="Prometheus is ready")
-        yield f"http://{found[1]}"
-    finally:
-        process.terminate()
-        await process.wait()
-
-
 def families(text: str) -> set[str]:
     """Names of metrics that queries use, as a page declares them."""
     return {re.sub(r"_(?:bucket|sum|count)$", "", name) for name in NAME.findall(text)}
@@ -220,7 +185,7 @@ def test_prometheus_accepts_the_rules_and_each_alert_fires_for_what_it_is_about_
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not here: Debian has it (scripts/setup-prometheus)")
+@pytest.mark.skipif(PROMETHEUS is None, reason=NONE_HERE)
 async def test_a_real_prometheus_reads_a_router_and_evaluates_the_rules(tmp_path: Path) -> None:
     async with fleet(1) as engines, routing(engines) as router, aiohttp.ClientSession() as session:
         await router.chat(prompt("x", 50), stream=True)
@@ -239,9 +204,7 @@ async def test_a_real_prometheus_reads_a_router_and_evaluates_the_rules(tmp_path
                 return len(rules) == len(RULES) and all(rule["health"] == "ok" for rule in rules)
 
             async def scraped() -> bool:
-                query = {"query": 'router_time_to_first_token_seconds_count{job="commutator"}'}
-                async with session.get(f"{url}/api/v1/query", params=query) as response:
-                    return [result["value"][1] for result in (await response.json())["data"]["result"]] == ["1"]
+                return await asked(session, url, 'router_time_to_first_token_seconds_count{job="commutator"}') == [1.0]
 
             await until(scraped, what="the router is scraped")
             await until(evaluated, what="every rule has been evaluated")

@@ -12,17 +12,24 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 
 from discovery.bus import Bus
 from discovery.observations import Acknowledgement, PlanMessage, RouterReport
 from discovery.subjects import Subjects
 from engines.launch.plan import EngineName
 from engines.launch.plan import Pool as LaunchPool
+from engines.types import Role
+from planner.actuators.types import ActuatorError
+from planner.actuators.virtual import Virtual
 from planner.app import planning
 from planner.capacity import Profile
 from planner.settings import ActuatorName, PlanSettings, PoolSettings
+from planner.types import Decision, PoolDecision, ReplicaState
+from planner.types import Pool as PlannedPool
 from router.settings import AdmissionSettings
 from tests.integration.nats_servers import nats_server
+from tests.planning.orchestrators import served
 from tests.rig import Router, fleet, routing
 from tests.waiting import until
 
@@ -164,10 +171,14 @@ async def test_a_plan_is_told_on_the_bus_and_what_it_promised_counts_once_acknow
 
     async with nats_server(tmp_path) as nats, bus_of(nats.url) as bus, fleet(1) as engines, routing(engines, nats=nats.url):
         bus.subscribe(Subjects("commutator").plans, heard)
-        async with planned(nats.url, actuator=ActuatorName.VIRTUAL, aggregated=PoolSettings(min=3)) as page:
+        state = str(tmp_path / "state.json")
+        async with planned(nats.url, actuator=ActuatorName.VIRTUAL, state_file=state) as page:
+            await until(lambda: _told(page, held=False), what="it is told that one is enough, and there is one")
+        async with planned(nats.url, actuator=ActuatorName.VIRTUAL, state_file=state, aggregated=PoolSettings(min=3)) as page:
             await until(lambda: any(plan.pools[0].replicas == 3 for plan in told), what="the plan is told")
             plan = next(plan for plan in reversed(told) if plan.pools[0].replicas == 3)
             assert plan.pools[0].reasons
+            assert plan.number == 2, "the one before told of nothing to do, and counts"
             done = Acknowledgement(plan.planner, plan.number)
             bus.publish(Subjects("commutator").acknowledgements, msgspec.msgpack.encode(done))
 
@@ -177,6 +188,78 @@ async def test_a_plan_is_told_on_the_bus_and_what_it_promised_counts_once_acknow
 
             await until(promised, what="the two that were promised count as starting")
             assert {plan.number for plan in told if plan.pools[0].replicas == 3} == {plan.number}
+
+
+async def test_a_webhook_is_called_until_it_has_taken_a_plan_and_what_it_took_counts(tmp_path: Path) -> None:
+    hook = Webhook(503, 302)
+    async with (
+        nats_server(tmp_path) as nats,
+        fleet(1) as engines,
+        routing(engines, nats=nats.url),
+        served(hook.application()) as url,
+        planned(nats.url, actuator=ActuatorName.VIRTUAL, webhook=url + "/scale", aggregated=PoolSettings(min=3)) as page,
+    ):
+
+        async def promised() -> bool:
+            states = await page.states("aggregated")
+            return (states.get("ready"), states.get("starting")) == (1, 2)
+
+        await until(promised, what="two count as starting, beside the one that is there")
+        decisions = json.loads(await page.get())
+        assert (decisions["failures"], decisions["last_failure"]) == (2, "the webhook answers 302: as told")
+    assert hook.elsewhere == 0, "a plan is not carried elsewhere"
+    assert len(hook.bodies) == 3
+    assert {(body["number"], body["pools"][0]["target"]) for body in hook.bodies} == {(1, 3)}
+    assert len({body["planner"] for body in hook.bodies}) == 1
+    assert hook.bodies[-1]["pools"][0]["reasons"]
+
+
+async def test_what_a_webhook_has_not_taken_is_not_counted_on(tmp_path: Path) -> None:
+    wanted = Decision(0.0, (PoolDecision("aggregated", Role.AGGREGATED, 0, 2, reasons=("two are needed",)),), number=7)
+    hook = Webhook(500)
+    async with nats_server(tmp_path) as nats, bus_of(nats.url) as bus, aiohttp.ClientSession() as session:
+        pools = (PlannedPool("aggregated"),)
+        away = Virtual(pools, "p", bus, "commutator", webhook="http://127.0.0.1:9", session=session)
+        with pytest.raises(ActuatorError, match="the webhook could not be called"):
+            await away.carry_out(wanted)
+        assert await away.replicas({}, 0.0) == {"aggregated": ()}
+        await away.close()
+        async with served(hook.application()) as url:
+            actuator = Virtual(pools, "p", bus, "commutator", webhook=url + "/scale", session=session)
+            with pytest.raises(ActuatorError, match="the webhook answers 500: as told"):
+                await actuator.carry_out(wanted)
+            assert await actuator.replicas({}, 0.0) == {"aggregated": ()}
+            for _ in range(2):
+                await actuator.carry_out(wanted)
+            there = (await actuator.replicas({}, 0.0))["aggregated"]
+            assert [one.state for one in there] == [ReplicaState.STARTING] * 2
+            await actuator.close()
+    assert [(body["planner"], body["number"]) for body in hook.bodies] == [("p", 7)] * 2, "what has been taken is not posted again"
+
+
+class Webhook:
+    """Whoever carries out what is posted: answers with these statuses first, then well."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.elsewhere = 0
+        self._statuses = list(statuses)
+
+    def application(self) -> web.Application:
+        made = web.Application()
+        made.add_routes([web.post("/scale", self._take), web.route("*", "/elsewhere", self._elsewhere)])
+        return made
+
+    async def _take(self, request: web.Request) -> web.Response:
+        assert request.content_type == "application/json"
+        self.bodies.append(await request.json())
+        status = self._statuses.pop(0) if self._statuses else 204
+        headers = {"location": "/elsewhere"} if status == 302 else {}
+        return web.Response(status=status, headers=headers, text=None if status == 204 else "as told")
+
+    async def _elsewhere(self, request: web.Request) -> web.Response:
+        self.elsewhere += 1
+        return web.Response()
 
 
 async def test_a_planner_that_starts_again_goes_on_with_its_state_file(tmp_path: Path) -> None:

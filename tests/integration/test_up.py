@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from tests.integration.commands import COMMAND, fails
 from tests.rig import Router
@@ -131,14 +132,24 @@ async def test_what_the_router_would_refuse_is_said_before_anything_is_started(t
     assert not (tmp_path / "logs").exists()
 
 
-async def test_with_a_planner_it_starts_the_engines_and_all_of_it_ends(tmp_path: Path) -> None:
-    pool = '{"name": "chat", "engine": "simulated"}'
-    async with up(tmp_path, "--pool", pool, "--plan", '{"aggregated": {"min": 2, "max": 3}}') as running:
+async def test_replicas_that_a_planner_could_not_keep_are_said_before_anything_is_started(tmp_path: Path) -> None:
+    code, said = await fails("up", "--launch", "simulated", "--replicas", "9", "--plan", "{}", "--log-folder", str(tmp_path / "logs"))
+    assert code == 2
+    assert "begins with its `replicas`, 9, which is more than `aggregated.max`, 8" in said
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(("pool", "limits"), [({}, {"min": 2, "max": 3}), ({"replicas": 2}, {"max": 3})])
+async def test_with_a_planner_it_starts_the_engines_and_all_of_it_ends(
+    tmp_path: Path, pool: dict[str, int], limits: dict[str, int]
+) -> None:
+    described = json.dumps({"name": "chat", "engine": "simulated"} | pool)
+    async with up(tmp_path, "--pool", described, "--plan", json.dumps({"aggregated": limits})) as running:
 
         async def two() -> bool:
             return await running.router.serving() == 2
 
-        await until(two, what="as many as the least")
+        await until(two, what="as many as the pool says, or the least")
         assert (await running.router.chat("hello")).status == 200
         async with running.router.session.get(running.planner + "/decisions") as answer:
             assert answer.status == 200

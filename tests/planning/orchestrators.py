@@ -99,10 +99,17 @@ class FakeDocker:
 
 
 class FakeKubernetes:
-    """One workload and its pods; its controller acts at once, and deletes by cost or by ordinal as theirs do."""
+    """One workload and its pods; its controller acts at once, and deletes by cost or by ordinal as theirs do.
 
-    def __init__(self, kind: str, name: str, count: int, addresses: list[str]) -> None:
+    `kind` is a plural of `apps/v1`, or `GROUP/VERSION/PLURAL` of a custom resource: with a scale subresource, unless the path of its replicas
+    is given; with `replicas` there as its definition says, and other fields, which a patch must leave alone.
+    """
+
+    def __init__(self, kind: str, name: str, count: int, addresses: list[str], *, replicas_at: tuple[str, ...] = ()) -> None:
         self.kind, self.name = kind, name
+        self.replicas_at = replicas_at
+        self.selector: str | None = "app=llm"
+        self.resource: dict[str, Any] = {"spec": {"model": "m", "workers": {"image": "engine:1", "ports": [8000]}}}
         self.replicas = 0
         self.pods: dict[str, dict[str, Any]] = {}
         self.calls: list[str] = []
@@ -113,11 +120,13 @@ class FakeKubernetes:
 
     def application(self) -> web.Application:
         made = web.Application()
-        base = f"/apis/apps/v1/namespaces/ai/{self.kind}/{self.name}/scale"
+        group, _, plural = f"apps/v1/{self.kind}".rpartition("/") if "/" not in self.kind else self.kind.rpartition("/")
+        base = f"/apis/{group}/namespaces/ai/{plural}/{self.name}"
+        whole = [web.get(base, self._get_whole), web.patch(base, self._patch_whole)]
+        scale = [web.get(f"{base}/scale", self._get), web.patch(f"{base}/scale", self._patch)]
         made.add_routes(
             [
-                web.get(base, self._get),
-                web.patch(base, self._patch),
+                *(whole if self.replicas_at else scale),
                 web.get("/api/v1/namespaces/ai/pods", self._list),
                 web.patch("/api/v1/namespaces/ai/pods/{name}", self._annotate),
             ]
@@ -143,9 +152,13 @@ class FakeKubernetes:
                 gone = min(self.pods, key=lambda name: int(self.pods[name]["metadata"]["annotations"].get(cost, "0")))
             del self.pods[gone]
         self.replicas = count
+        for name in reversed(self.replicas_at):
+            count = {name: count}  # type: ignore[assignment]
+        if self.replicas_at:
+            self.resource = merged(self.resource, count)
 
     async def _get(self, request: web.Request) -> web.Response:
-        return web.json_response({"spec": {"replicas": self.replicas}, "status": {"replicas": len(self.pods), "selector": "app=llm"}})
+        return web.json_response({"spec": {"replicas": self.replicas}, "status": self._status()})
 
     async def _patch(self, request: web.Request) -> web.Response:
         if self.conflicts:
@@ -157,6 +170,22 @@ class FakeKubernetes:
         self._scale_to(count)
         return web.json_response({})
 
+    def _status(self) -> dict[str, Any]:
+        return {"replicas": len(self.pods)} | ({} if self.selector is None else {"selector": self.selector})
+
+    async def _get_whole(self, request: web.Request) -> web.Response:
+        return web.json_response(self.resource | {"status": self._status()})
+
+    async def _patch_whole(self, request: web.Request) -> web.Response:
+        assert request.headers["content-type"] == "application/merge-patch+json"
+        self.resource = merged(self.resource, await request.json())
+        count: Any = self.resource
+        for name in self.replicas_at:
+            count = count[name]
+        self.calls.append(f"scale {count}")
+        self._scale_to(count)
+        return web.json_response(self.resource)
+
     async def _list(self, request: web.Request) -> web.Response:
         assert request.query["labelSelector"] == "app=llm"
         return web.json_response({"items": list(self.pods.values())})
@@ -166,3 +195,16 @@ class FakeKubernetes:
         self.pods[name]["metadata"]["annotations"] |= (await request.json())["metadata"]["annotations"]
         self.calls.append(f"cost {name}")
         return web.json_response({})
+
+
+def merged(whole: Any, patch: Any) -> Any:  # noqa: ANN401  JSON
+    """A JSON merge patch, by RFC 7396."""
+    if not isinstance(patch, dict):
+        return patch
+    made = dict(whole) if isinstance(whole, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            made.pop(name, None)
+        else:
+            made[name] = merged(made.get(name), value)
+    return made

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from engines.types import Role
+from planner.forecast import forecaster
 from planner.policy import Memory, Policy
 from planner.rules import Rules, Thresholds
 from planner.types import Loop, Pool, Replica, ReplicaState, Target
@@ -275,5 +276,22 @@ def test_a_planner_that_starts_again_decides_as_if_it_had_not_stopped() -> None:
         if at % 17 == 16:
             kept = msgspec.msgpack.encode(halted.policy.memory)
             halted.policy = policy(rules=both)
-            halted.policy.memory = msgspec.msgpack.decode(kept, type=Memory)
+            halted.policy.resume(msgspec.msgpack.decode(kept, type=Memory))
         assert halted.tick(traffic(rate)) == whole.tick(traffic(rate))
+
+
+def test_a_planner_that_starts_again_has_the_predictor_and_the_profile_that_it_is_told_now() -> None:
+    first = Policy((POOL,), REACTIVE, predictor="daily")
+    Fleet(first, 2).run(50, 2 * ONE, in_flight=20)
+    seen_streams = first.memory.capacities["pool"].decode
+    assert seen_streams is not None
+    again = Policy((POOL,), REACTIVE, predictor="daily")
+    again.resume(first.memory)
+    assert again.memory == first.memory
+    for predictor in ("weekly", "kalman"):
+        other = Policy((POOL,), REACTIVE, predictor=predictor, profile=PROFILE)
+        other.resume(msgspec.msgpack.decode(msgspec.msgpack.encode(first.memory), type=Memory))
+        assert other.memory.arrivals == forecaster(predictor)
+        decode = other.memory.capacities["pool"].decode
+        assert decode is not None
+        assert (decode.w, decode.fixed[0]) == (seen_streams.w, len(PROFILE.decode))
