@@ -66,7 +66,7 @@ class UpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan: Annotated[
         dict[str, object] | None,
         Meta(
-            description="Has `commutator plan` say how many engines there are, from none at first up to what the pools have room for; "
+            description="Has `commutator plan` say how many engines there are, from those that pools name at first up to what they have room for; "
             "what it can be told by its keys: in the file a `[plan]` table, which may be empty."
         ),
     ] = None
