@@ -257,6 +257,7 @@ class Translator:
         self.remains += [copies.keys for copies in self._copies.values()]
         self._copies.clear()
         self.remains += [tier.clear() for tier in self._held.values()]
+        self._partial_groups.clear()  # another life may be another model's
         self._orphans = self._unknown_removals = 0
         self._odd_size = None
         return [Clear()] if held else []

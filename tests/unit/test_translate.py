@@ -67,6 +67,16 @@ def test_R12_groups_that_do_not_hold_whole_prefixes_are_not_indexed_and_counted_
     assert translator.apply([Removed([1], group=1)]) == [Remove(Tier.DEVICE, pack_keys(KEYS[:1]))]
 
 
+def test_R12_a_group_that_held_no_whole_prefixes_may_hold_them_in_the_next_life() -> None:
+    """An engine started again in place may serve another model: what it removes would else be held for ever."""
+    translator = Translator()
+    translator.apply([Skipped("BlockStored", SkipReason.NOT_FULL_ATTENTION, 0), chain([1], group=1)])
+    translator.clear()
+    translator.apply([chain([1, 2])])
+    assert translator.apply([Removed([2])]) == [Remove(Tier.DEVICE, pack_keys(KEYS[1:2]))]
+    assert held(translator) == {Tier.DEVICE: set(KEYS[:1])}
+
+
 def test_R12_a_real_hybrid_model_is_indexed_by_its_full_attention_group_alone() -> None:
     translator = Translator()
     for message in recorded("vllm/events_hybrid_gemma3.jsonl"):
