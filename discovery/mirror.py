@@ -26,9 +26,9 @@ from typing import Protocol
 import msgspec
 
 from discovery.bus import Bus
-from discovery.feed import Feed
+from discovery.feed import PIECE_BYTES, Feed
 from discovery.logs import event
-from discovery.messages import Batch, Beacon, Op, Remove, SnapshotChunk, SnapshotRequest, Store, StreamMessage
+from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, SnapshotRequest, Store, StreamMessage
 from discovery.signal import Signal, SignalState, SignalTracker
 from discovery.subjects import Subjects
 from discovery.sync import Action, Apply, ClearAll, RequestSnapshot, StreamSync, SyncCounts
@@ -37,6 +37,8 @@ from engines.types import Endpoint, EngineInfo, Tier
 TICK_S = 0.1
 AT_ONCE = 16
 """Endpoints that are looked at in one pass of the loop."""
+CHANGE_BYTES = 256
+"""What a change costs beside its keys: with this, many small ones take no longer than a piece of keys."""
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
@@ -292,10 +294,14 @@ class Mirror:
         feed.beacon()
 
     def _catch_up(self, copy: _Copy) -> None:
-        """Take in a piece of what a feed holds, and the next in the next pass of the loop."""
-        if not copy.behind or self._copies.get(copy.endpoint) is not copy:
+        """Take in a piece of what a feed holds, or as much of what came since, and the next in the next pass of the loop."""
+        if self._copies.get(copy.endpoint) is not copy:
             return
-        self._take(copy.endpoint, [copy.behind.popleft()()])
+        taken = 0
+        while copy.behind and taken < PIECE_BYTES:
+            change = copy.behind.popleft()()
+            self._take(copy.endpoint, [change])
+            taken += CHANGE_BYTES + (0 if isinstance(change, Clear) else len(change.keys))
         if copy.behind:
             asyncio.get_running_loop().call_soon(self._catch_up, copy)
 
