@@ -33,7 +33,7 @@ from discovery.messages import Batch, Beacon, Clear, Op, Remove, SnapshotChunk, 
 from discovery.signal import LIVE, Signal, SignalState
 from discovery.translate import Translator
 from engines.blocks import KEY_BYTES
-from engines.events import Cleared, KvBatch
+from engines.events import Cleared, KvBatch, KvEvent, Skipped, SkipReason
 from engines.types import Endpoint, Tier
 
 MOST_WAITING_BLOCKS = 4096
@@ -42,6 +42,7 @@ PIECE_BYTES = 64 * 1024
 """Keys in one message: a sixteenth of NATS' own limit, and what a mirror applies in about 4 ms without letting anything else run."""
 
 UNHEARD = "what it published before cannot be asked for (it has no replay endpoint); what it holds is learned as it is used"
+UNREAD = "an event that may have removed blocks could not be read; what the engine holds is learned again as it is used"
 
 _log = logging.getLogger(__name__)
 
@@ -212,6 +213,8 @@ class Feed:
             cleared = any(isinstance(happened, Cleared) for happened in batch.events)
             if cleared or (self._turnover is not None and self._learned >= self._turnover):
                 self._become_partial("")  # what we did not know of is gone as well
+        if any(map(_may_have_removed, batch.events)):
+            self._distrust()
         if (self.signal, self._translator.block_size) != self._shown:
             self.beacon()
 
@@ -226,9 +229,13 @@ class Feed:
         self._renew()
         self.beacon()
 
-    def undecodable(self, kind: str) -> None:
-        """A message that could not be read."""
+    def undecodable(self, kind: str, seq: int | None = None) -> None:
+        """A message that could not be read; with a `seq`, it was a batch, and may have removed anything."""
         self._undecodable[kind] += 1
+        if seq is not None:
+            self._heard += 1
+            self._quiet += 1
+            self._distrust()
 
     def caught_up(self) -> None:
         """What the engine published before has been read, or is not to be had: from now on, all is told."""
@@ -352,6 +359,16 @@ class Feed:
             self.flush()  # what of it still waits is left out like the rest
             self._caught_up, self._quiet = True, self._heard
 
+    def _distrust(self) -> None:
+        """The engine removed what it could not be understood to remove: nothing is certain to be held any more."""
+        if self._partial != UNREAD:
+            event(_log, logging.WARNING, "KV events could not be read; endpoint cleared", endpoint=str(self.endpoint), reason=UNREAD)
+        self._become_partial(UNREAD)
+        if self._translator.blocks:
+            self._renew()
+            self._heard = self._quiet = 1  # an engine that is not understood is not silent
+            self.beacon()
+
     def _become_partial(self, why: str) -> None:
         """Or, with an empty `why`, whole."""
         self._partial = why
@@ -369,6 +386,11 @@ class Feed:
         self._heard = self._quiet = 0
         if self._copy is not None:
             self._copy.renewed(self.endpoint)
+
+
+def _may_have_removed(event: KvEvent) -> bool:
+    """Whether it was about blocks that are held no more, without our knowing which."""
+    return isinstance(event, Skipped) and event.reason is SkipReason.MALFORMED and event.kind in ("BlockRemoved", "AllBlocksCleared")
 
 
 def pieces(ops: Iterable[Op], limit: int = PIECE_BYTES) -> Iterator[list[Op]]:

@@ -87,8 +87,11 @@ class KvSink(Protocol):
         """Batches `first` … `last` cannot be had any more: what is known is no longer complete."""
         ...
 
-    def undecodable(self, kind: str) -> None:
-        """A message came that could not be read, and was passed over; `kind` is one of a few fixed words."""
+    def undecodable(self, kind: str, seq: int | None = None) -> None:
+        """A message came that could not be read, and was passed over; `kind` is one of a few fixed words.
+
+        `seq`: it was the next batch of this life, so what is known is no longer complete.
+        """
         ...
 
     def caught_up(self) -> None:
@@ -334,7 +337,7 @@ class KvSubscriber:
         try:
             batch = decode(message.payload)
         except UndecodableBatch as error:
-            self._sink.undecodable(error.kind)
+            self._sink.undecodable(error.kind, message.seq)
         else:
             self._sink.batch(batch)
 

@@ -86,8 +86,9 @@ class Heard(msgspec.Struct):
     def lost(self, first: int, last: int) -> None:
         """None of those lost is of the prompt: it is sent later."""
 
-    def undecodable(self, kind: str) -> None:
+    def undecodable(self, kind: str, seq: int | None = None) -> None:
         """Counted with what was not used."""
+        del seq
         self.skipped[kind] += 1
 
     def caught_up(self) -> None:

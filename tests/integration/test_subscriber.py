@@ -65,8 +65,8 @@ class Sink:
     def lost(self, first: int, last: int) -> None:
         self.told.append(("lost", first, last))
 
-    def undecodable(self, kind: str) -> None:
-        self.told.append(("undecodable", kind))
+    def undecodable(self, kind: str, seq: int | None = None) -> None:
+        self.told.append(("undecodable", kind) if seq is None else ("undecodable", kind, seq))
 
     def caught_up(self) -> None:
         self.caught_up_after.append(len(self.told))
@@ -522,7 +522,7 @@ async def test_R31_A9_frames_that_make_no_sense_are_counted_and_the_stream_goes_
         await publisher.publish(b"garbage")
         await publisher.publish(recorded("sglang/plain_tp1.jsonl")[0].payload)
         await publisher.publish(batch(3))
-        odd = [("undecodable", "frames")] * len(ODD_FRAMES) + [("undecodable", "not_a_batch")] * 2
+        odd = [("undecodable", "frames")] * len(ODD_FRAMES) + [("undecodable", "not_a_batch", seq) for seq in (1, 2)]
         await eventually(sink, "joined", 0, *odd, 3)
         assert publisher.asked == [0]
 

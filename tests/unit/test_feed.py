@@ -13,7 +13,7 @@ from discovery.feed import MOST_WAITING_BLOCKS, PIECE_BYTES, Feed, pieces
 from discovery.messages import Batch, Beacon, Clear, Op, Remove, Store, StreamMessage
 from discovery.signal import LIVE, SignalState
 from engines.blocks import block_keys, pack_keys, pack_tokens, root_seed, unpack_keys
-from engines.events import Cleared, KvBatch, KvEvent, Removed, Stored
+from engines.events import Cleared, KvBatch, KvEvent, Removed, Skipped, SkipReason, Stored
 from engines.types import Endpoint, Tier
 
 
@@ -120,6 +120,36 @@ def test_a_loss_is_a_new_epoch_and_partial_until_the_cache_is_known_whole_again(
     assert sent.feed.signal.state is SignalState.PARTIAL
     assert [type(message) for message in sent.batch(Cleared())] == [Batch, Beacon]
     assert sent.feed.signal == LIVE
+
+
+def test_R31_what_may_have_removed_anything_and_cannot_be_read_leaves_nothing_held_and_is_no_silent_loss() -> None:
+    for kind in ("BlockRemoved", "AllBlocksCleared", None):
+        sent = Sent()
+        sent.batch(stored(100, 1, 2))
+        for _ in range(3):
+            if kind is None:
+                sent.feed.undecodable("not_a_batch", 1)
+            else:
+                sent.batch(Skipped(kind, SkipReason.MALFORMED))
+        epochs = {message.epoch for message in sent.take() if isinstance(message, Beacon)}
+        assert len(epochs) <= 1, "what holds nothing any more is not forgotten again each time"
+        sent.feed.beacon()
+        [beacon] = sent.take()
+        assert isinstance(beacon, Beacon)
+        assert (beacon.epoch, beacon.signal, beacon.blocks) == ("life.1", "partial", 0)
+        assert beacon.quiet, "the engine is not taken for a silent one"
+        sent.batch(stored(101, 3, 4))
+        assert (sent.feed.counts.blocks, sent.feed.signal.state) == (1, SignalState.PARTIAL)
+        sent.batch(Cleared())
+        assert sent.feed.signal == LIVE
+
+
+def test_R31_what_cannot_be_read_and_removes_nothing_takes_nothing_away() -> None:
+    sent = Sent()
+    sent.batch(stored(100, 1, 2))
+    sent.feed.undecodable("frames")
+    sent.batch(Skipped("BlocksPondered", SkipReason.UNKNOWN_KIND), Skipped("BlockStored", SkipReason.MALFORMED))
+    assert (sent.feed.counts.blocks, sent.feed.signal) == (1, LIVE)
 
 
 def partial(turnover: int | None = None, *, replays: bool = True) -> Sent:
