@@ -133,6 +133,25 @@ async def test_P9_what_a_client_says_of_transfers_is_never_passed_on() -> None:
             assert not one.keys() & {"bootstrap_room", "bootstrap_host", "data_parallel_rank"}
 
 
+@pytest.mark.parametrize("mode", [Mode.ALWAYS, Mode.NEVER])
+async def test_P9_nor_is_what_it_says_of_them_in_an_engines_extra_arguments(mode: Mode) -> None:
+    """vLLM looks for a handshake there too, and a malformed one ends a decode server."""
+    forged = {"kv_transfer_params": {"do_remote_prefill": True}, "ec_transfer_params": {"x": 1}}
+    async with pair(disagg=mode) as (there, here, router):
+        for path, body in (
+            ("/v1/completions", {"prompt": IDS, "vllm_xargs": {"kv_transfer_params": "x", "kept": 1}}),
+            ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": {"max_tokens": 9, "extra_args": forged | {"kept": 1}}}),
+        ):
+            assert (await router.post(path, {"model": "sim", "stream": True} | body)).status == 200
+            last = told(here.requests[-1])
+            assert last.pop("kv_transfer_params", None) == (NIXL_OFFER if mode is Mode.ALWAYS else None)
+            assert {"kept": 1} in (last.get("vllm_xargs"), last.get("sampling_params", {}).get("extra_args"))
+            assert not any(b"kv_transfer" in msgspec.json.encode(part) for part in last.values())
+        assert all(
+            b"_transfer_params" not in one.body.replace(b'"kv_transfer_params":{"do_remote_decode":true}', b"") for one in there.requests
+        )
+
+
 @pytest.mark.parametrize("kind", list(EngineKind))
 async def test_P1_a_prefill_error_is_the_clients_answer_and_decode_waits_for_nothing(kind: EngineKind) -> None:
     error = b'{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}'
