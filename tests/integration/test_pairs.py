@@ -248,6 +248,9 @@ async def test_P3_nothing_reaches_a_decode_engine_of_sglang_that_no_prefill_engi
         ("/v1/completions", {"prompt": IDS}, "remote always"),
         ("/v1/completions", {"prompt": IDS, "n": 2}, "local several_sequences"),
         ("/v1/completions", {"prompt": IDS, "best_of": 2}, "local several_sequences"),
+        ("/v1/completions", {"prompt": IDS, "n": "2"}, "local several_sequences"),
+        ("/v1/completions", {"prompt": IDS, "n": 2.0}, "local several_sequences"),
+        ("/v1/completions", {"prompt": IDS, "n": 1, "best_of": None}, "remote always"),
         ("/v1/completions", {"prompt": IDS, "use_beam_search": True}, "local several_sequences"),
         ("/v1/completions", {"prompt": [IDS, IDS]}, "local several_sequences"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "local untokenized"),
@@ -274,6 +277,27 @@ async def test_P8_every_route_is_two_legs_or_a_counted_reason_why_not(path: str,
         )
         assert (len(first), len(second)) == (int(why.startswith("remote")), 1)
         assert ("kv_transfer_params" in told(second[0])) == why.startswith("remote")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sampling_params": {"n": 2}},
+        {"sampling_params": [{"n": "2"}]},
+        {"sampling_params": {"beam_width": 4}},
+        {"input_ids": [IDS, IDS]},
+        {"input_ids": None, "input_embeds": [[[0.1]], [[0.2]]]},
+        {"return_logprob": True, "logprob_start_len": 0},
+    ],
+    ids=str,
+)
+async def test_P8_what_hangs_a_decode_engine_of_sglang_or_would_lack_half_its_answer_is_refused(more: dict[str, object]) -> None:
+    async with pair(kind=EngineKind.SGLANG) as (there, here, router):
+        assert (await router.post("/generate", {"model": "sim", "input_ids": IDS} | more)).status == 501
+        assert (there.requests, here.requests) == ([], [])
+        fine = {"sampling_params": [{"n": 1}], "return_logprob": True, "logprob_start_len": -1}
+        assert (await router.post("/generate", {"model": "sim", "input_ids": IDS} | fine)).status == 200
+        assert await where(router) == Counter({"remote always": 1})
 
 
 async def test_P8_several_prompts_are_seen_however_the_body_is_laid_out() -> None:
