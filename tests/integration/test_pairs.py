@@ -19,6 +19,7 @@ from engines.types import EngineKind, EngineSpec, Role
 from router.disagg import Mode
 from router.legs import PrefillLeg
 from router.pairing import Pairing
+from tests.integration.test_failover import FirstByAge
 from tests.raw import Request, port_of, request, talking
 from tests.raw_engine import DONE, NIXL_OFFER, SSE, Close, Hang, RawEngine, Script, answering, chunk, never, streaming, token, whole
 from tests.rig import Answer, Router
@@ -165,6 +166,29 @@ async def test_P1_a_prefill_error_is_the_clients_answer_and_decode_waits_for_not
 
 
 @pytest.mark.parametrize("kind", list(EngineKind))
+async def test_P1_an_answer_of_prefill_that_is_no_error_either_is_never_the_clients(kind: EngineKind) -> None:
+    elsewhere = whole(b"", status=b"307 Temporary Redirect", headers=b"location: http://inside/v1/completions\r\n")
+    async with pair(answering(elsewhere), DECODED if kind is EngineKind.VLLM else never, kind=kind) as (_, here, router):
+        answer = await router.complete(IDS, stream=True)
+        assert answer.status == (200 if kind is EngineKind.VLLM else 502)
+        assert await router.metric("router_kv_transfers_total", outcome="failed") == 1
+        await until(lambda: here.answering == 0, what="the decode leg is closed")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "given_up", [b"", b'{"choices":[{"text":"","finish_reason":"abort"}]}', b'{"error":{"message":"stopping"}}'], ids=str
+)
+async def test_P1_decode_waits_for_no_prompt_that_prefill_has_given_up(given_up: bytes, stream: bool) -> None:
+    """An engine that is being stopped answers 200; decode, which has been asked already, would wait for as long as its own limit."""
+    async with pair(answering(whole(given_up)), never, kind=EngineKind.SGLANG) as (_, here, router):
+        answer = await router.complete(IDS, stream=stream)
+        assert (answer.status, answer.json["error"]["code"]) == (502, "kv_transfer_failed")
+        await until(lambda: here.answering == 0, what="the decode leg is closed")
+        assert here.left == 1
+
+
+@pytest.mark.parametrize("kind", list(EngineKind))
 async def test_P11_a_prompt_longer_than_the_model_takes_never_reaches_decode(kind: EngineKind) -> None:
     error = b'{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}'
     models = whole(msgspec.json.encode({"data": [{"id": "sim", "owned_by": kind.value, "max_model_len": len(IDS) - 1}]}))
@@ -210,11 +234,14 @@ async def test_P2_a_decode_engine_that_refuses_the_connection_is_replaced(kind: 
             pages_of_sglang(there, "prefill")
             pages_of_sglang(gone, "decode")
             pages_of_sglang(here, "decode")
-        async with routing(specs(there, gone, here), probe_period_s=600.0) as router:
+        settings: dict[str, Any] = {"policy": "tests.integration.test_failover:FirstByAge", "probe_period_s": 600.0}
+        async with routing(specs(there, gone, here), **settings) as router:
+            FirstByAge.order = [there.url, gone.url, here.url]
             gone.stop_listening()
             for _ in range(4):
                 assert (await ask(router)).status == 200
             assert len(here.requests) == 4
+            assert await router.metric("router_retries_total") >= 1, "the one that is gone was chosen"
             assert there.answering == 0
 
 
