@@ -49,7 +49,7 @@ def pages_of_sglang(engine: RawEngine, role: str) -> None:
         "version": "0.5.23", "status": "ready", "model_path": "nowhere", "tokenizer_path": "nowhere", "page_size": 16,
         "disaggregation_mode": role, "disaggregation_bootstrap_port": 8998,
     }  # fmt: skip
-    engine.pages[b"/server_info"] = whole(msgspec.json.encode(about))
+    engine.pages[b"/server_info"] = engine.pages[b"/model_info"] = whole(msgspec.json.encode(about))
 
 
 @contextlib.asynccontextmanager
@@ -578,6 +578,26 @@ async def test_a_prefill_engine_is_never_asked_for_an_answer() -> None:
         assert answer.status == 503
         assert "--engine 'http://HOST:PORT,role=decode'" in answer.json["error"]["message"]
         assert not there.requests
+
+
+async def test_engines_that_change_their_roles_while_they_run_are_used_as_they_are_now() -> None:
+    """SGLang's `/pd_role_switch`. A leg sent by the old role would wait for a peer that cannot come."""
+    async with RawEngine(PREFILLED, kind=EngineKind.SGLANG) as one, RawEngine(DECODED, kind=EngineKind.SGLANG) as other:
+        pages_of_sglang(one, "prefill")
+        pages_of_sglang(other, "decode")
+        async with routing([one.url, other.url]) as router:
+            assert (await ask(router)).headers["x-commutator-prefill-engine"] == one.url
+            pages_of_sglang(one, "decode")
+            pages_of_sglang(other, "prefill")
+            one.script, other.script = DECODED, PREFILLED
+
+            async def swapped() -> bool:
+                told = (await router.post("/route", {"model": "sim", "prompt": IDS})).json
+                return bool(told.get("engine") == one.url and told["prefill"]["engine"] == other.url)
+
+            await until(swapped, what="both are known by their new roles")
+            answer = await ask(router)
+            assert (answer.status, answer.headers["x-commutator-prefill-engine"]) == (200, other.url)
 
 
 async def test_who_computes_a_prompt_is_explained() -> None:
