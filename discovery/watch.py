@@ -197,7 +197,9 @@ class Watch:
             self._listener.load(info.id, dict.fromkeys(info.ranks, EngineLoad()))
             return None
         if not Changed(info, seen.info).same_life:
-            return "it was restarted" if info.boot != seen.info.boot else "it serves another model"
+            if info.boot != seen.info.boot:
+                return "it was restarted"
+            return "it serves another model" if info.role is seen.info.role else f"its role is {seen.info.role} now"
         self._announce(seen.info)
         self._listener.load(info.id, {rank: seen.load.get(rank, EngineLoad()) for rank in info.ranks})
         return None

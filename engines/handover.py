@@ -35,6 +35,8 @@ _OF_THE_ANSWER: Final = frozenset(
     }
 )  # fmt: skip
 """Fields that say what is generated, and how; none of them changes the prompt."""
+_GIVEN_UP: Final = (b"abort", b"error")
+"""Ends of an answer whose engine was stopped, or told to stop, before it had computed the prompt."""
 _HARMLESS_CHOICES: Final = frozenset({b"", b'"none"', b'"auto"'})
 
 Fields = dict[str, Raw]
@@ -170,6 +172,26 @@ def engine_ids(answer: bytes) -> dict[int, str]:
         raise BadHandshake(f"its bootstrap server does not answer as Mooncake's: {error}") from None
 
 
+def check_computed(answer: bytes) -> None:
+    """Raises BadHandshake where a prefill engine's answer of 200 says that the prompt was not computed: decode would wait for it in vain.
+
+    >>> check_computed(b'{"choices": [{"finish_reason": "length"}]}')
+    >>> check_computed(b'{"choices": [{"finish_reason": "abort"}]}')
+    Traceback (most recent call last):
+    engines.handover.BadHandshake: the prefill engine ended with: abort
+    """
+    try:
+        told = msgspec.json.decode(answer, type=_Ended)
+    except msgspec.ValidationError:
+        return  # of no known shape, so it says nothing of the kind
+    except msgspec.DecodeError as error:
+        raise BadHandshake(f"the prefill engine's answer is none: {error}") from None
+    reasons = [one.finish_reason for one in (*told.choices, told.meta_info)]
+    given_up = next((word for reason in reasons for word in _GIVEN_UP if word in bytes(reason)), None)
+    if given_up is not None or told.error is not None:
+        raise BadHandshake(f"the prefill engine ended with: {(given_up or b'error').decode()}")
+
+
 def prefill_leg(model: str, ids: Raw, body: Fields, told: Told) -> bytes:
     """A request of one token, for its prompt only: nothing of what the client wants generated is part of it.
 
@@ -225,6 +247,17 @@ def _beside_ids(body: Fields, told: Told) -> Told:
 
 class _Prefilled(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
+
+
+class _Finish(msgspec.Struct, frozen=True):
+    finish_reason: Raw = Raw(b"null")
+    """A word, or within SGLang's `meta_info` an object that has it as its `type`."""
+
+
+class _Ended(msgspec.Struct):
+    choices: list[_Finish] = []
+    meta_info: _Finish = _Finish()
+    error: Any = None
 
 
 class _NixlParams(msgspec.Struct):

@@ -74,12 +74,12 @@ async def alive(client: EngineClient, info: EngineInfo) -> bool:
 
 
 async def look(client: EngineClient, info: EngineInfo, *, known: dict[int, EngineLoad] | None = None) -> Look:
-    """What may have changed while the engine ran: its models (adapters come and go), its load, the start of its process.
+    """What may have changed while the engine ran: its models (adapters come and go), its load, its role, the start of its process.
 
     `known`: its load, where it has pushed that just now and need not be asked. A question that is not answered with a 2xx leaves the
     models as they were and the load unknown. Raises as `alive` does.
     """
-    models, load, boot = info.models, known or {}, info.boot
+    models, load, boot, role = info.models, known or {}, info.boot, info.role
     if info.load_path is not None and not known:
         reply = await client.ask(info.load_path)
         if reply.ok and info.load_path == sglang.LOADS:
@@ -94,7 +94,10 @@ async def look(client: EngineClient, info: EngineInfo, *, known: dict[int, Engin
     listed = vllm.read_models(reply.body) if reply.ok else None
     if listed is not None and not same_models(listed, models):
         models = listed
-    return Look(info=msgspec.structs.replace(info, models=models, boot=boot), load=load)
+    if role is not Role.AGGREGATED and info.kind is EngineKind.SGLANG:
+        reply = await client.ask(sglang.MODEL_INFO)
+        role = (sglang.read_role(reply.body) if reply.ok else None) or role
+    return Look(info=msgspec.structs.replace(info, models=models, boot=boot, role=role), load=load)
 
 
 def same_models(one: tuple[Model, ...], other: tuple[Model, ...]) -> bool:

@@ -91,6 +91,15 @@ def role(info: ServerInfo) -> Role:
     return roles.get(info.disaggregation_mode or "", Role.AGGREGATED)
 
 
+def read_role(body: bytes) -> Role | None:
+    """What `/model_info` says that it is for now: where it may, `/pd_role_switch` changes that while it runs. None where it does not say."""
+    try:
+        told = msgspec.json.decode(body, type=ServerInfo)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return None if told.disaggregation_mode is None else role(told)
+
+
 def bootstrap(info: ServerInfo, host: str) -> str | None:
     """Where a prefill engine's bootstrap server is: on its own host, unless that is told otherwise."""
     if role(info) is not Role.PREFILL or info.disaggregation_bootstrap_port is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -14,27 +15,41 @@ from router.token_ids import absent
 
 SPLIT_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/generate"})
 _MANY_OPENINGS: Final = (b'"', b"[", b"{")
+_HOW_MANY: Final = ("n", "best_of", "beam_width")
+_OF_THE_PROMPT: Final = ("echo", "prompt_logprobs")
+_EMBEDDED_PROMPTS: Final = re.compile(rb"\s*\[\s*\[\s*\[")
 
 
 def undivided(route: Route, fields: Mapping[str, Raw]) -> Why | None:
     """Why a request with this body, to one of `SPLIT_PATHS`, cannot be shared between two engines; None when it can."""
-    if route.form is PromptForm.GENERATE and "sampling_params" in fields:
-        fields = {**fields, **_object(fields["sampling_params"])}
-    if any(_number(fields.get(name)) > 1 for name in ("n", "best_of")) or not absent(fields.get("use_beam_search", UNSET)):
+    told = [fields, *_sampling(fields)] if route.form is PromptForm.GENERATE else [fields]
+    if any(_number(one.get(name)) > 1 for one in told for name in _HOW_MANY):
+        return Why.SEQUENCES
+    if not all(absent(one.get("use_beam_search", UNSET)) for one in told):
         return Why.SEQUENCES
     prompts = [fields[name] for name in ("prompt", "text", "input_ids") if name in fields]
-    if any(map(_many, prompts)) or not absent(fields.get("prompt_embeds", UNSET)):
+    if (
+        any(map(_many, prompts))
+        or not absent(fields.get("prompt_embeds", UNSET))
+        or _EMBEDDED_PROMPTS.match(fields.get("input_embeds", b""))
+    ):
         return Why.SEQUENCES
-    if not (absent(fields.get("echo", UNSET)) and absent(fields.get("prompt_logprobs", UNSET))):  # a 0 asks for the prompt's own
+    if not all(absent(one.get(name, UNSET)) for one in told for name in _OF_THE_PROMPT):  # a 0 asks for the prompt's own
+        return Why.PROMPT_ASKED
+    if not absent(fields.get("return_logprob", UNSET)) and _number(fields.get("logprob_start_len")) >= 0:
         return Why.PROMPT_ASKED
     return None
 
 
-def _object(raw: Raw) -> dict[str, Raw]:
+def _sampling(fields: Mapping[str, Raw]) -> list[dict[str, Raw]]:
+    """The sampling parameters of a generate body; SGLang takes a list of them even for one prompt."""
+    if "sampling_params" not in fields:
+        return []
     try:
-        return msgspec.json.decode(raw, type=dict[str, Raw])
+        given = msgspec.json.decode(fields["sampling_params"], type=dict[str, Raw] | list[dict[str, Raw]])
     except msgspec.DecodeError:
-        return {}
+        return []
+    return [given] if isinstance(given, dict) else given
 
 
 def _many(prompt: Raw) -> bool:
@@ -43,8 +58,9 @@ def _many(prompt: Raw) -> bool:
     return text.startswith(b"[") and text[1:].lstrip().startswith(_MANY_OPENINGS)
 
 
-def _number(raw: Raw | None) -> int:
+def _number(raw: Raw | None) -> float:
+    """A number, also one in quotes, as engines read it; -1 where there is none."""
     try:
-        return 0 if raw is None else msgspec.json.decode(raw, type=int)
-    except msgspec.DecodeError:
-        return 0
+        return -1.0 if raw is None else float(msgspec.json.decode(raw))
+    except (TypeError, ValueError, OverflowError):  # msgspec's own are ValueErrors
+        return -1.0

@@ -26,9 +26,12 @@ STRIPPED: Final = (
     "routed_dp_rank",
     "data_parallel_rank",
     "disagg_prefill_dp_rank",
+    "ec_transfer_params",
+    "encoder_urls",
 )
 """Fields by which the router and the engines speak of transfers and ranks. From a client they could end a vLLM server
-(a malformed handshake does) or undo the choice of a rank, so they never pass."""
+(a malformed handshake does) or undo the choice of a rank, so they never pass. Nor do they in an object of extra arguments:
+vLLM takes a handshake there as well."""
 
 
 class BadBody(Exception):
@@ -65,7 +68,10 @@ class ApiBody(ChatFields, kw_only=True):
     routed_dp_rank: Field = UNSET
     data_parallel_rank: Field = UNSET
     disagg_prefill_dp_rank: Field = UNSET
+    ec_transfer_params: Field = UNSET
+    encoder_urls: Field = UNSET
     vllm_xargs: Field = UNSET
+    sampling_params: Field = UNSET
     input: Field = UNSET
 
     def prompt_bytes(self) -> int:
@@ -76,7 +82,7 @@ class ApiBody(ChatFields, kw_only=True):
     @property
     def must_strip(self) -> bool:
         """Whether the body carries fields that must not pass."""
-        return _to_strip(self) != _NONE_TO_STRIP
+        return _to_strip(self) != _NONE_TO_STRIP or any(_cleaned(getattr(self, way[0]), way[1:]) is not None for way in _EXTRA)
 
     @property
     def wants_special_tokens(self) -> bool:
@@ -116,6 +122,8 @@ class ApiBody(ChatFields, kw_only=True):
 
 _to_strip = operator.attrgetter(*STRIPPED)
 _NONE_TO_STRIP: Final = (UNSET,) * len(STRIPPED)
+_EXTRA: Final = (("vllm_xargs",), ("sampling_params", "extra_args"))
+"""Where bodies have extra arguments."""
 _decoder = msgspec.json.Decoder(ApiBody)
 _ids_decoder = msgspec.json.Decoder(list[Annotated[int, Meta(ge=0, le=2**32 - 1)]])
 _object_decoder = msgspec.json.Decoder(dict[str, Raw])
@@ -153,6 +161,10 @@ def strip(body: bytes) -> bytes:
     fields = _object_decoder.decode(body)
     for name in STRIPPED:
         fields.pop(name, None)
+    for name, *within in _EXTRA:
+        cleaned = _cleaned(fields.get(name, UNSET), tuple(within))
+        if cleaned is not None:
+            fields[name] = cleaned
     return msgspec.json.encode(fields)
 
 
@@ -216,3 +228,19 @@ def _string(field: Field) -> str | None:
         return msgspec.json.decode(field, type=str)
     except msgspec.ValidationError:
         return None
+
+
+def _cleaned(field: Field, way: tuple[str, ...]) -> Raw | None:
+    """An object without the fields of `STRIPPED`, which are looked for where `way` leads in it; None where there are none."""
+    if field is UNSET:
+        return None
+    try:
+        fields = _object_decoder.decode(field)
+    except msgspec.ValidationError:
+        return None
+    if way:
+        within = _cleaned(fields.get(way[0], UNSET), way[1:])
+        kept = fields if within is None else {**fields, way[0]: within}
+    else:
+        within, kept = None, {name: value for name, value in fields.items() if name not in STRIPPED}
+    return Raw(msgspec.json.encode(kept)) if within is not None or len(kept) < len(fields) else None

@@ -21,6 +21,7 @@ from engines.errors import EngineClosed, EngineError, EngineUnreachable, Transfe
 from engines.handover import (
     PREFILL_PATH,
     BadHandshake,
+    check_computed,
     decode_leg,
     decode_leg_as_asked,
     handshake_for,
@@ -149,9 +150,11 @@ class _Legs:
             return self._transfer_failed(str(error))
         try:
             connection = await self._connection(self._here)
-        except EngineUnreachable as error:
+        except BaseException as error:  # a client may leave now, too
             self._sender.metrics.stranded()
-            return self._setback(self._choice, error)
+            if isinstance(error, EngineUnreachable):
+                return self._setback(self._choice, error)
+            raise
         if self._sender.clock() - computed_at > LEASE_USED * self._sender.lease_s:
             connection.abandon()
             self._sender.metrics.stranded()
@@ -226,7 +229,13 @@ class _Legs:
     def _prefill_over(self) -> None:
         if self._leg.failed:
             self._proof.fail("its prompt could not be computed")
-        elif not self._proof.over:
+            return
+        try:
+            check_computed(self._leg.answer)
+        except BadHandshake as error:
+            self._proof.fail(str(error))
+            return
+        if not self._proof.over:
             self._computed()
             self._expect_a_token()
 
@@ -295,6 +304,8 @@ class _Legs:
         leg = self._leg
         if leg.head_seen is None or leg.error is not None:
             return self._setback(self._prefill, leg.error or EngineClosed("it said nothing"))
+        if leg.head_seen.status < 400:
+            return self._transfer_failed(f"the prefill engine answered {leg.head_seen.status}")
         return Setback(self._prefill, Attempt(Answered(leg.head_seen.status, leg.head_seen.retry_after_s), repeats=self._repeats), leg)
 
     def _outcome(self) -> Setback | None:

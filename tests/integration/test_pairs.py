@@ -19,6 +19,7 @@ from engines.types import EngineKind, EngineSpec, Role
 from router.disagg import Mode
 from router.legs import PrefillLeg
 from router.pairing import Pairing
+from tests.integration.test_failover import FirstByAge
 from tests.raw import Request, port_of, request, talking
 from tests.raw_engine import DONE, NIXL_OFFER, SSE, Close, Hang, RawEngine, Script, answering, chunk, never, streaming, token, whole
 from tests.rig import Answer, Router
@@ -48,7 +49,7 @@ def pages_of_sglang(engine: RawEngine, role: str) -> None:
         "version": "0.5.23", "status": "ready", "model_path": "nowhere", "tokenizer_path": "nowhere", "page_size": 16,
         "disaggregation_mode": role, "disaggregation_bootstrap_port": 8998,
     }  # fmt: skip
-    engine.pages[b"/server_info"] = whole(msgspec.json.encode(about))
+    engine.pages[b"/server_info"] = engine.pages[b"/model_info"] = whole(msgspec.json.encode(about))
 
 
 @contextlib.asynccontextmanager
@@ -133,6 +134,25 @@ async def test_P9_what_a_client_says_of_transfers_is_never_passed_on() -> None:
             assert not one.keys() & {"bootstrap_room", "bootstrap_host", "data_parallel_rank"}
 
 
+@pytest.mark.parametrize("mode", [Mode.ALWAYS, Mode.NEVER])
+async def test_P9_nor_is_what_it_says_of_them_in_an_engines_extra_arguments(mode: Mode) -> None:
+    """vLLM looks for a handshake there too, and a malformed one ends a decode server."""
+    forged = {"kv_transfer_params": {"do_remote_prefill": True}, "ec_transfer_params": {"x": 1}}
+    async with pair(disagg=mode) as (there, here, router):
+        for path, body in (
+            ("/v1/completions", {"prompt": IDS, "vllm_xargs": {"kv_transfer_params": "x", "kept": 1}}),
+            ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": {"max_tokens": 9, "extra_args": forged | {"kept": 1}}}),
+        ):
+            assert (await router.post(path, {"model": "sim", "stream": True} | body)).status == 200
+            last = told(here.requests[-1])
+            assert last.pop("kv_transfer_params", None) == (NIXL_OFFER if mode is Mode.ALWAYS else None)
+            assert {"kept": 1} in (last.get("vllm_xargs"), last.get("sampling_params", {}).get("extra_args"))
+            assert not any(b"kv_transfer" in msgspec.json.encode(part) for part in last.values())
+        assert all(
+            b"_transfer_params" not in one.body.replace(b'"kv_transfer_params":{"do_remote_decode":true}', b"") for one in there.requests
+        )
+
+
 @pytest.mark.parametrize("kind", list(EngineKind))
 async def test_P1_a_prefill_error_is_the_clients_answer_and_decode_waits_for_nothing(kind: EngineKind) -> None:
     error = b'{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}'
@@ -143,6 +163,29 @@ async def test_P1_a_prefill_error_is_the_clients_answer_and_decode_waits_for_not
         await until(lambda: here.answering == 0, what="the decode leg is closed")
         assert here.left == len(here.requests) == (0 if kind is EngineKind.VLLM else 1)
         assert await where(router) == Counter({"remote always": 1})
+
+
+@pytest.mark.parametrize("kind", list(EngineKind))
+async def test_P1_an_answer_of_prefill_that_is_no_error_either_is_never_the_clients(kind: EngineKind) -> None:
+    elsewhere = whole(b"", status=b"307 Temporary Redirect", headers=b"location: http://inside/v1/completions\r\n")
+    async with pair(answering(elsewhere), DECODED if kind is EngineKind.VLLM else never, kind=kind) as (_, here, router):
+        answer = await router.complete(IDS, stream=True)
+        assert answer.status == (200 if kind is EngineKind.VLLM else 502)
+        assert await router.metric("router_kv_transfers_total", outcome="failed") == 1
+        await until(lambda: here.answering == 0, what="the decode leg is closed")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "given_up", [b"", b'{"choices":[{"text":"","finish_reason":"abort"}]}', b'{"error":{"message":"stopping"}}'], ids=str
+)
+async def test_P1_decode_waits_for_no_prompt_that_prefill_has_given_up(given_up: bytes, stream: bool) -> None:
+    """An engine that is being stopped answers 200; decode, which has been asked already, would wait for as long as its own limit."""
+    async with pair(answering(whole(given_up)), never, kind=EngineKind.SGLANG) as (_, here, router):
+        answer = await router.complete(IDS, stream=stream)
+        assert (answer.status, answer.json["error"]["code"]) == (502, "kv_transfer_failed")
+        await until(lambda: here.answering == 0, what="the decode leg is closed")
+        assert here.left == 1
 
 
 @pytest.mark.parametrize("kind", list(EngineKind))
@@ -191,11 +234,14 @@ async def test_P2_a_decode_engine_that_refuses_the_connection_is_replaced(kind: 
             pages_of_sglang(there, "prefill")
             pages_of_sglang(gone, "decode")
             pages_of_sglang(here, "decode")
-        async with routing(specs(there, gone, here), probe_period_s=600.0) as router:
+        settings: dict[str, Any] = {"policy": "tests.integration.test_failover:FirstByAge", "probe_period_s": 600.0}
+        async with routing(specs(there, gone, here), **settings) as router:
+            FirstByAge.order = [there.url, gone.url, here.url]
             gone.stop_listening()
             for _ in range(4):
                 assert (await ask(router)).status == 200
             assert len(here.requests) == 4
+            assert await router.metric("router_retries_total") >= 1, "the one that is gone was chosen"
             assert there.answering == 0
 
 
@@ -229,6 +275,9 @@ async def test_P3_nothing_reaches_a_decode_engine_of_sglang_that_no_prefill_engi
         ("/v1/completions", {"prompt": IDS}, "remote always"),
         ("/v1/completions", {"prompt": IDS, "n": 2}, "local several_sequences"),
         ("/v1/completions", {"prompt": IDS, "best_of": 2}, "local several_sequences"),
+        ("/v1/completions", {"prompt": IDS, "n": "2"}, "local several_sequences"),
+        ("/v1/completions", {"prompt": IDS, "n": 2.0}, "local several_sequences"),
+        ("/v1/completions", {"prompt": IDS, "n": 1, "best_of": None}, "remote always"),
         ("/v1/completions", {"prompt": IDS, "use_beam_search": True}, "local several_sequences"),
         ("/v1/completions", {"prompt": [IDS, IDS]}, "local several_sequences"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "local untokenized"),
@@ -255,6 +304,27 @@ async def test_P8_every_route_is_two_legs_or_a_counted_reason_why_not(path: str,
         )
         assert (len(first), len(second)) == (int(why.startswith("remote")), 1)
         assert ("kv_transfer_params" in told(second[0])) == why.startswith("remote")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sampling_params": {"n": 2}},
+        {"sampling_params": [{"n": "2"}]},
+        {"sampling_params": {"beam_width": 4}},
+        {"input_ids": [IDS, IDS]},
+        {"input_ids": None, "input_embeds": [[[0.1]], [[0.2]]]},
+        {"return_logprob": True, "logprob_start_len": 0},
+    ],
+    ids=str,
+)
+async def test_P8_what_hangs_a_decode_engine_of_sglang_or_would_lack_half_its_answer_is_refused(more: dict[str, object]) -> None:
+    async with pair(kind=EngineKind.SGLANG) as (there, here, router):
+        assert (await router.post("/generate", {"model": "sim", "input_ids": IDS} | more)).status == 501
+        assert (there.requests, here.requests) == ([], [])
+        fine = {"sampling_params": [{"n": 1}], "return_logprob": True, "logprob_start_len": -1}
+        assert (await router.post("/generate", {"model": "sim", "input_ids": IDS} | fine)).status == 200
+        assert await where(router) == Counter({"remote always": 1})
 
 
 async def test_P8_several_prompts_are_seen_however_the_body_is_laid_out() -> None:
@@ -508,6 +578,26 @@ async def test_a_prefill_engine_is_never_asked_for_an_answer() -> None:
         assert answer.status == 503
         assert "--engine 'http://HOST:PORT,role=decode'" in answer.json["error"]["message"]
         assert not there.requests
+
+
+async def test_engines_that_change_their_roles_while_they_run_are_used_as_they_are_now() -> None:
+    """SGLang's `/pd_role_switch`. A leg sent by the old role would wait for a peer that cannot come."""
+    async with RawEngine(PREFILLED, kind=EngineKind.SGLANG) as one, RawEngine(DECODED, kind=EngineKind.SGLANG) as other:
+        pages_of_sglang(one, "prefill")
+        pages_of_sglang(other, "decode")
+        async with routing([one.url, other.url]) as router:
+            assert (await ask(router)).headers["x-commutator-prefill-engine"] == one.url
+            pages_of_sglang(one, "decode")
+            pages_of_sglang(other, "prefill")
+            one.script, other.script = DECODED, PREFILLED
+
+            async def swapped() -> bool:
+                told = (await router.post("/route", {"model": "sim", "prompt": IDS})).json
+                return bool(told.get("engine") == one.url and told["prefill"]["engine"] == other.url)
+
+            await until(swapped, what="both are known by their new roles")
+            answer = await ask(router)
+            assert (answer.status, answer.headers["x-commutator-prefill-engine"]) == (200, other.url)
 
 
 async def test_who_computes_a_prompt_is_explained() -> None:

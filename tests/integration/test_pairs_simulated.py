@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from engines.types import Connector as Way
 from engines.types import EngineKind, EngineSpec, Role
 from router.disagg import Mode
 from tests.integration.test_admin import TOKEN, Operator
+from tests.integration.test_failover import nothing_is_in_flight
 from tests.raw import port_of, request, talking
 from tests.rig import Router, asked, prompt, routing, settings_of
 from tests.waiting import until
@@ -103,16 +105,60 @@ def events_of(body: bytes, *, stream: bool) -> list[Any]:
     return [json.loads(part.removeprefix(b"data: ")) for part in body.split(b"\n\n") if part and part != b"data: [DONE]"]
 
 
-async def test_P5_what_was_computed_for_clients_that_left_is_held_no_longer_than_the_lease() -> None:
-    async with pair("nixl", at_prefill={"kv_lease_s": 1.0}) as (there, here, router):
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+async def test_P4_long_prefills_that_nobody_waits_for_are_in_nobodys_way(way: str, stream: bool) -> None:
+    slow = {"speedup": 1, "max_num_seqs": 4, "max_num_batched_tokens": 64, "prefill_tokens_per_s": 3000.0, "kv_blocks": 8192}
+    async with pair(way, at_prefill=slow, at_decode={"kv_blocks": 8192}) as (there, here, router):
+        async with contextlib.AsyncExitStack() as clients:
+            for number in range(10):
+                client = await clients.enter_async_context(talking(port_of(router.url)))
+                body = json.dumps({"model": "sim", "prompt": [number + 5] * 12_000, "stream": stream, "max_tokens": 9})
+                await client.send(request("/v1/completions", body.encode()))
+            await until(lambda: len(asked(there, "/v1/completions")) == 10, what="ten prompts are to be computed")
+        await until(lambda: there.running == here.running == 0, what="none is any more")
+        assert there.counters.aborted == 10
+        assert here.counters.aborted == (0 if way == "nixl" else 10)
+        assert (await router.complete([4, 5, 6], stream=stream)).status == 200
+        assert there.counters.generated == 1, "of the long ones, none was computed to its end"
+        await nothing_is_in_flight(router)
+
+
+async def test_P5_what_was_computed_for_clients_that_left_between_the_legs_is_held_no_longer_than_the_lease() -> None:
+    async with pair("nixl", at_prefill={"kv_lease_s": 1.0, "kv_blocks": 8192}, probe_period_s=600.0) as (there, here, router):
         await here.refuse()
-        for number in range(20):
-            async with talking(port_of(router.url)) as client:
-                body = b'{"model":"sim","stream":true,"prompt":%s}' % str([number + 5] * 100).encode()
-                await client.send(request("/v1/completions", body))
-                await until(lambda count=number: there.counters.generated > count, what="the prompt is computed")
-        await until(lambda: not there.exchange.kept, what="the leases have ended")
+        with deaf(port_of(here.url)):
+            async with contextlib.AsyncExitStack() as clients:
+                for number in range(20):
+                    client = await clients.enter_async_context(talking(port_of(router.url)))
+                    await client.send(
+                        request("/v1/completions", b'{"model":"sim","stream":true,"prompt":%s}' % str([number + 5] * 100).encode())
+                    )
+
+                async def between() -> bool:
+                    waiting = [await router.metric("router_active_requests", engine=one.url) for one in (there, here)]
+                    return there.counters.generated == 20 and waiting == [0, 20]
+
+                await until(between, what="all prompts are computed, and decode is to be reached")
+            await nothing_is_in_flight(router)
+            assert not asked(here, "/v1/completions")
+            assert await router.metric("router_kv_transfers_total", outcome="stranded") == 20
+            await until(lambda: not there.exchange.kept, what="the leases have ended")
         await here.accept()
+
+
+@contextlib.contextmanager
+def deaf(port: int) -> Iterator[None]:
+    """Connections to this port are neither accepted nor refused: its queue is full."""
+    with socket.socket() as listening, contextlib.ExitStack() as queue:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        listening.listen(0)
+        for _ in range(3):
+            queued = queue.enter_context(socket.socket())
+            queued.setblocking(False)
+            queued.connect_ex(("127.0.0.1", port))
+        yield
 
 
 @pytest.mark.parametrize("way", WAYS)
