@@ -82,7 +82,11 @@ class ApiBody(ChatFields, kw_only=True):
     @property
     def must_strip(self) -> bool:
         """Whether the body carries fields that must not pass."""
-        return _to_strip(self) != _NONE_TO_STRIP or any(_cleaned(getattr(self, way[0]), way[1:]) is not None for way in _EXTRA)
+        if _to_strip(self) != _NONE_TO_STRIP:
+            return True
+        if self.vllm_xargs is UNSET and self.sampling_params is UNSET:  # as nearly always: this is asked of every request
+            return False
+        return any(_cleaned(getattr(self, way[0]), way[1:]) is not None for way in _EXTRA)
 
     @property
     def wants_special_tokens(self) -> bool:
