@@ -34,6 +34,7 @@ from router.fleet import Fleet
 from router.load import LoadBook
 from router.pairing import Pairing
 from router.replay.agenda import Agenda
+from router.replay.workload import Arrival
 
 MODEL: Final = "replayed"
 SWEEP_ENTRIES: Final = 100_000
@@ -53,6 +54,11 @@ class Hardware(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int = 131_072
     link_bytes_per_s: float = 12.5e9
     """Of what leaves a prefill engine."""
+
+    def holds(self, arrival: Arrival) -> bool:
+        """Whether the KV cache has room for this request and nothing else; an engine refuses one that it could never finish."""
+        computed = arrival.prompt_tokens + arrival.output_tokens - 1  # nothing comes after the last token
+        return computed <= self.model.kv_tokens // self.block_size * self.block_size
 
 
 class State(enum.StrEnum):
@@ -141,7 +147,7 @@ class Engines:
         """Is told of a sequence that has been given room for KV from another engine."""
         self.carried: Callable[[Sequence], None] = lambda _sequence: None
         """Is told that this KV has come."""
-        self._hardware = hardware
+        self.hardware = hardware
         self._agenda = agenda
         self._fleet = fleet
         self._caches = caches
@@ -151,7 +157,7 @@ class Engines:
 
     def join(self, role: Role = Role.AGGREGATED, *, speed: float = 1.0, ready_in: float = 0.0) -> Engine:
         """Another engine, `speed` times as fast as the model, that takes requests after so many seconds."""
-        number, hardware = len(self.all), self._hardware
+        number, hardware = len(self.all), self.hardware
         url = f"http://engine-{number}:8000"
         split = role is not Role.AGGREGATED
         info = EngineInfo(
@@ -189,7 +195,7 @@ class Engines:
         if engine.state is not State.DOWN:
             return
         engine.renew(self._virtual(engine.speed))
-        engine.link = Link(self._hardware.link_bytes_per_s)
+        engine.link = Link(self.hardware.link_bytes_per_s)
         engine.state = State.READY
         self._caches.restart(engine.endpoint)
         self._fleet.members[engine.info.id].suspected = False
@@ -220,7 +226,7 @@ class Engines:
 
     def carry(self, engine: Engine, sequence: Sequence, blocks: int) -> None:
         """Send so many blocks of KV from a prefill engine."""
-        hardware = self._hardware
+        hardware = self.hardware
         engine.link.begin(sequence, blocks * hardware.block_size * hardware.kv_bytes_per_token, self._agenda.now)
         self._watch_link(engine)
 
@@ -237,21 +243,21 @@ class Engines:
         self._caches.expire(now)
         self._caches.sweep(SWEEP_ENTRIES)
         self._load.sweep(SWEEP_ENTRIES)
-        self._agenda.at(now + self._hardware.report_period_s, partial(self.report, engine))
+        self._agenda.at(now + self.hardware.report_period_s, partial(self.report, engine))
 
     def present(self) -> Iterable[Engine]:
         """Those that have not left."""
         return (engine for engine in self.all.values() if engine.state is not State.GONE)
 
     def _virtual(self, speed: float) -> VirtualEngine:
-        model = self._hardware.model
-        return VirtualEngine(model.timing(speed), model.limits, model.cache(self._hardware.block_size), paced=self._paced)
+        model = self.hardware.model
+        return VirtualEngine(model.timing(speed), model.limits, model.cache(self.hardware.block_size), paced=self._paced)
 
     def _ready(self, engine: Engine) -> None:
         if engine.state is State.STARTING:
             engine.state = State.READY
             self._fleet.serve(engine.info.id)
-            self._agenda.at(self._agenda.now + self._hardware.report_period_s * (engine.number % 8) / 8, partial(self.report, engine))
+            self._agenda.at(self._agenda.now + self.hardware.report_period_s * (engine.number % 8) / 8, partial(self.report, engine))
 
     def _leave(self, engine: Engine) -> None:
         engine.state, engine.left_at = State.GONE, self._agenda.now
@@ -266,8 +272,8 @@ class Engines:
         if engine.watched != due:
             return
         gained = engine.virtual.advance()
-        if (changes := engine.virtual.take_changes()) and self._hardware.kv_events:
-            self._agenda.at(self._agenda.now + self._hardware.event_delay_s, partial(self._tell, engine, engine.life, changes))
+        if (changes := engine.virtual.take_changes()) and self.hardware.kv_events:
+            self._agenda.at(self._agenda.now + self.hardware.event_delay_s, partial(self._tell, engine, engine.life, changes))
         self.gained(engine, gained)
         self.watch(engine)
 

@@ -86,7 +86,7 @@ class Run(msgspec.Struct, frozen=True):
     shed: float
     """Share of requests turned away."""
     failed: float
-    """Share of requests that an engine's failure ended."""
+    """Share of requests that an engine's failure ended, or that no engine could hold."""
     balance: float
     """Time that the busiest engine computed, over the mean."""
     busy: float

@@ -36,6 +36,7 @@ KEYS_MADE: Final = Tokens(None, b"", "local")
 OWN_BLOCKS: Final = 1 << 63
 """From here on names are counted up for blocks that nobody else can have: what an answer fills."""
 NO_ENGINE: Final = "no_engine"
+TOO_LONG: Final = "too_long"
 
 
 class _Promise:
@@ -109,6 +110,9 @@ class Trips:
         """A request comes now."""
         served = Served(self._agenda.now, arrival.prompt_tokens, arrival.output_tokens)
         self._tally.served.append(served)
+        if not self._engines.hardware.holds(arrival):
+            served.failed = TOO_LONG
+            return
         request = RoutingRequest(MODEL, arrival.prompt_tokens, session=arrival.session)
         keys = list(arrival.keys[: arrival.prompt_tokens // block_size])
         tokens = dict.fromkeys(self._engines.all, KEYS_MADE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -111,6 +112,35 @@ def test_one_engine_with_room_for_all_finds_all_that_it_has_seen() -> None:
     nothing_is_left(replay)
 
 
+def test_one_engine_with_little_room_finds_what_a_list_of_the_latest_would() -> None:
+    """Against the plainest model: a list of blocks, the longest unused first, of which nameless ones are taken first of all."""
+    evicted = 0
+    for seed in range(8):
+        rng = random.Random(seed)
+        capacity = rng.randrange(12, 60)
+        unused: list[int | None] = [None] * capacity
+        arrivals, hits = [], []
+        for number in range(60):
+            depth, own, output = rng.randrange(capacity - 3), rng.randrange(1, 2 * SIZE), rng.randrange(1, 20)
+            prompt = depth * SIZE + own
+            keys = [*chain(rng.randrange(3), depth), *chain(1000 + number, 20)[: (prompt + output) // SIZE - depth]]
+            needed, full = -(-(prompt + output - 1) // SIZE), (prompt + output - 1) // SIZE
+            if needed > capacity:
+                continue
+            arrivals.append(Arrival(20.0 * number, prompt, output, tuple(keys)))
+            found = list(itertools.takewhile(unused.__contains__, keys[: (prompt - 1) // SIZE]))
+            hits.append(len(found) * SIZE)
+            for key in found:
+                unused.remove(key)
+            evicted += sum(key is not None for key in unused[: needed - len(found)])
+            del unused[: needed - len(found)]
+            unused = [*[None] * (needed - full), *unused, *keys[:full][::-1]]
+        small = msgspec.structs.replace(IDLE, model=msgspec.structs.replace(MODEL, kv_tokens=capacity * SIZE))
+        _, replay = played(arrivals, setting(1, hardware=small))
+        assert [one.cached_tokens for one in replay.tally.served] == hits
+    assert evicted > 1000
+
+
 @pytest.mark.parametrize("kind", GENERATORS)
 @pytest.mark.parametrize("policy", ["kv", "least-loaded"])
 def test_every_request_ends_and_leaves_nothing(kind: str, policy: str) -> None:
@@ -187,6 +217,16 @@ def test_requests_wait_in_the_router_and_some_are_turned_away() -> None:
     assert outcomes(replay) == ["served"] * 8
     one_s = run.e2e_s.mean / 4.5
     assert [one.e2e_s for one in replay.tally.served] == pytest.approx([one_s * turn for turn in range(1, 9)], rel=0.01)
+    nothing_is_left(replay)
+
+
+def test_a_request_that_no_engine_could_hold_is_refused_and_holds_up_nobody() -> None:
+    small = msgspec.structs.replace(IDLE, model=msgspec.structs.replace(MODEL, kv_tokens=10 * SIZE + 5))
+    lengths = [(160, 1), (159, 2), (160, 2), (161, 1), (10, 152), (10, 150), (10**9, 10**9), (16, 4)]
+    arrivals = [Arrival(float(at), prompt, output) for at, (prompt, output) in enumerate(lengths)]
+    run, replay = played(arrivals, setting(2, hardware=small))
+    assert outcomes(replay) == ["served", "served", "too_long", "too_long", "too_long", "served", "too_long", "served"]
+    assert run.failed == 0.5
     nothing_is_left(replay)
 
 
