@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TextIO
 
+from discovery.config import ConfigError
 from engines.links import parse_link
 from engines.types import Role
 from router.admission import QueueLimits
@@ -21,8 +22,9 @@ from router.replay.replay import Failure, Member, Replay, Setting
 from router.replay.report import as_json, as_text
 from router.replay.scaling import Scaler
 from router.replay.settings import MAX_SEEDS, ReplaySettings
-from router.replay.traces import read_mooncake, read_table
+from router.replay.traces import BadTrace, read_mooncake, read_table
 from router.replay.workload import Workload, timed
+from router.scheduling.scheduler import PolicyError
 from router.scheduling.table import load_policy
 
 GENERATED: Final = 4000
@@ -34,7 +36,8 @@ NewScaler = Callable[[], Scaler]
 
 
 async def run(settings: ReplaySettings, scaler: NewScaler | None = None) -> None:
-    """Run them all and print the table. Raises BadTrace, OSError and PolicyNotLoaded."""
+    """Run them all and print the table. Raises ConfigError: the trace, a policy, or where the results are to go is no good."""
+    await asyncio.to_thread(_make_room, settings)
     progress = Progress(sys.stderr)
     runs: list[Run] = []
     for speed in settings.speeds:
@@ -42,6 +45,8 @@ async def run(settings: ReplaySettings, scaler: NewScaler | None = None) -> None
         seed = 0
         while seed < seeds:
             traffic = await asyncio.to_thread(traffic_of, settings, seed)
+            if not runs:
+                _warn_of_too_long(settings, traffic)
             here = [await _run(settings, traffic, policy, speed, seed, progress, scaler) for policy in settings.names]
             runs += here
             if settings.seeds is None and settings.jitter and max(one.slowdown for one in here) >= SATURATED:
@@ -57,24 +62,33 @@ async def _run(  # noqa: PLR0913, PLR0917  a run is told apart by all of these
     name, made = await asyncio.to_thread(load_policy, policy)  # it may import a user's module
     replay = Replay(setting_of(settings), made, name, seed=seed, scaler=None if scaler is None else scaler())
     jitter = random.Random(seed) if settings.jitter else None
-    for came in replay.run(timed(traffic, speed, jitter=jitter)):
-        progress.show(f"{name}, load {speed:g}, seed {seed}", came / len(traffic.arrivals))
-        await asyncio.sleep(0)  # for Ctrl-C
+    try:
+        for came in replay.run(timed(traffic, speed, jitter=jitter)):
+            progress.show(f"{name}, load {speed:g}, seed {seed}", came / len(traffic.arrivals))
+            await asyncio.sleep(0)  # for Ctrl-C
+    except PolicyError as error:
+        progress.over()
+        raise ConfigError(str(error)) from error
     targets = Targets(settings.ttft_target_s, settings.itl_target_ms / 1e3)
     return replay.tally.run(traffic.name, name, speed, seed, targets, settings.engine.built())
 
 
 def traffic_of(settings: ReplaySettings, seed: int) -> Workload:
-    """What is replayed. Raises BadTrace and OSError."""
+    """What is replayed. Raises BadTrace."""
     trace, size = settings.trace or "", settings.blocks_of
     if trace in GENERATORS:
         return generate(trace, settings.requests or GENERATED, seed=seed, block_size=size)
     path = Path(trace)
-    if path.suffix == ".csv":
-        with path.open(encoding="utf-8", newline="") as rows:
-            return read_table(rows, path.name, size).first(settings.requests)
-    with path.open("rb") as lines:
-        return read_mooncake(lines, path.name, size).first(settings.requests)
+    try:
+        if path.suffix == ".csv":
+            with path.open(encoding="utf-8-sig", newline="") as rows:
+                return read_table(rows, path.name, size).first(settings.requests)
+        with path.open("rb") as lines:
+            return read_mooncake(lines, path.name, size).first(settings.requests)
+    except OSError as error:
+        raise BadTrace(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadTrace(f"{path.name}: it is not in UTF-8") from error
 
 
 def setting_of(settings: ReplaySettings) -> Setting:
@@ -128,13 +142,36 @@ class Progress:
             self._out.flush()
 
 
+def _make_room(settings: ReplaySettings) -> None:
+    """See to it before anything is run that results can be written. Raises ConfigError."""
+    file = None if settings.json is None or settings.json == "-" else Path(settings.json)
+    try:
+        if file is not None:
+            file.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"--json: {file}: {error.strerror}") from error
+    try:
+        if settings.page is not None:
+            Path(settings.page).mkdir(parents=True, exist_ok=True)
+            Path(settings.page, "index.html").open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"--page: {settings.page}: {error.strerror}") from error
+
+
+def _warn_of_too_long(settings: ReplaySettings, traffic: Workload) -> None:
+    hardware = setting_of(settings).hardware
+    if count := sum(not hardware.holds(arrival) for arrival in traffic.arrivals):
+        sys.stderr.write(
+            f"{count} of {len(traffic.arrivals)} requests need more than the {hardware.model.kv_tokens} tokens of an engine's KV cache: they fail\n"
+        )
+
+
 def _write(settings: ReplaySettings, runs: list[Run]) -> None:
     sys.stdout.write(as_json(runs).decode() if settings.json == "-" else as_text(runs))
     if settings.json is not None and settings.json != "-":
         Path(settings.json).write_bytes(as_json(runs))
     if settings.page is not None:
         folder = Path(settings.page)
-        folder.mkdir(parents=True, exist_ok=True)
         for plot in PLOTS:
             (folder / f"{plot.name}.svg").write_text(svg(plot, runs), encoding="utf-8")
         title = f"{runs[0].workload} on {settings.engines} engines"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -17,6 +18,7 @@ from router.replay.measure import Run, Spread
 from router.replay.plots import PLOTS, page, svg
 from router.replay.report import as_json, as_text
 from router.replay.settings import ReplaySettings
+from router.scheduling.types import Candidate, Context, RoutingRequest
 
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 
@@ -124,11 +126,60 @@ def test_what_makes_no_sense_is_said(capsys: pytest.CaptureFixture[str], argv: l
 
 
 def test_a_trace_that_cannot_be_read_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert said(capsys, str(tmp_path / "none.jsonl"))[0] == 1
     (tmp_path / "bad.jsonl").write_text("{}\n")
-    code, _, err = said(capsys, str(tmp_path / "bad.jsonl"))
-    assert code == 1
-    assert "bad.jsonl, line 1" in err
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "latin.csv").write_bytes(b"arrival_s,prompt_tokens,output_tokens\n0,\xff,5\n")
+    for name, wrong in (
+        ("bad.jsonl", "bad.jsonl, line 1"),
+        ("none.jsonl", "none.jsonl: No such file"),
+        ("folder.jsonl", "folder.jsonl: Is a directory"),
+        ("latin.csv", "latin.csv: it is not in UTF-8"),
+    ):
+        code, out, err = said(capsys, str(tmp_path / name))
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert wrong in err
+
+
+def test_a_table_with_a_mark_of_the_byte_order_is_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_bytes(b"\xef\xbb\xbfarrival_s,prompt_tokens,output_tokens\r\n0,100,5\r\n")
+    assert said(capsys, str(tmp_path / "own.csv"), "--policies", "kv")[0] == 0
+
+
+def test_results_that_cannot_be_written_are_refused_before_anything_is_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for option, target, wrong in (
+        ("--json", tmp_path / "no" / "runs.json", "No such file"),
+        ("--json", tmp_path, "Is a directory"),
+        ("--page", file, "File exists"),
+        ("--page", file / "page", "Not a directory"),
+    ):
+        code, out, err = said(capsys, "chat", "--requests", "30", option, str(target))
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert option in err
+        assert wrong in err
+
+
+class Costless:
+    """Forgets half of its candidates."""
+
+    def score(self, request: RoutingRequest, candidates: Sequence[Candidate], context: Context) -> list[float]:
+        return [0.0]
+
+
+def test_a_policy_that_fails_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = said(capsys, "chat", "--requests", "30", "--policies", "tests.unit.test_replay_command:Costless", "--engines", "2")
+    assert (code, out) == (2, "")
+    assert err == "commutator replay: error: policy tests.unit.test_replay_command:Costless gave 1 costs for 2 candidates\n"
+
+
+def test_requests_that_no_engine_could_hold_are_told_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,100,5\n1,1000,5\n2,5,1000\n3,100,5\n")
+    flags = ["--engine-kv-tokens", "640", "--policies", "kv", "--json", "-"]
+    code, out, err = said(capsys, str(tmp_path / "own.csv"), *flags)
+    assert code == 0
+    assert json.loads(out)[0]["failed"] == 0.5
+    assert err == "2 of 4 requests need more than the 640 tokens of an engine's KV cache: they fail\n"
 
 
 def test_help_says_how_the_trace_is_given(capsys: pytest.CaptureFixture[str]) -> None:

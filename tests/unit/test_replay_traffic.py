@@ -43,6 +43,8 @@ def test_smaller_blocks_share_as_much_of_a_mooncake_line() -> None:
         ([b"nonsense"], "t, line 1: JSON is malformed"),
         ([line(input_length=0)], "t, line 1: a request has a prompt and an answer of at least one token each"),
         ([line(input_length="x")], "line 1: Expected `int`"),
+        ([line(output_length=10**13)], "t, line 1: no prompt or answer has 10000000000000 tokens"),
+        ([line(), line(timestamp=1e308)], "t: its last request comes more than a year after its first"),
         ([], "t: there is no request in it"),
     ],
 )
@@ -76,11 +78,41 @@ def test_a_table_has_sessions_and_prefixes() -> None:
         ("1,x,3", "t, line 2: Expected `int`"),
         ("1,0,3", "t, line 2: a request has a prompt"),
         ("1,,3", "t, line 2: Object missing required field `prompt_tokens`"),
+        ("1,2", "t, line 2: Object missing required field `output_tokens`"),
+        ("1,2,3,4", "t, line 2: it has 4 cells, for 3 columns"),
+        ("nan,2,3", "t, line 2: a request comes at a time, not at nan"),
+        ("inf,2,3", "t, line 2: a request comes at a time, not at inf"),
+        ("1,99999999999999,3", "t, line 2: no prompt or answer has 99999999999999 tokens"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_named(row: str, wrong: str) -> None:
     with pytest.raises(BadTrace, match=wrong):
         read_table(["arrival_s,prompt_tokens,output_tokens", row], "t", 16)
+
+
+def test_a_prefix_of_less_than_nothing_is_refused() -> None:
+    with pytest.raises(BadTrace, match="prefix_tokens"):
+        read_table(["arrival_s,prompt_tokens,output_tokens,prefix,prefix_tokens", "1,2,3,p,-4"], "t", 16)
+
+
+def test_a_table_is_read_as_programs_write_it() -> None:
+    """Quoted, padded, with Windows' line ends, columns in any order and empty lines in between."""
+    lines = ['"output_tokens", arrival_s ,prompt_tokens\r\n', "\r\n", '"5", 0.5 ,100\r\n', ",,\r\n"]
+    (one,) = read_table(lines, "t", 16).arrivals
+    assert (one.at_s, one.prompt_tokens, one.output_tokens) == (0.0, 100, 5)
+
+
+def test_a_trace_begins_with_its_first_request_whatever_its_clock_says() -> None:
+    """By the clock of Unix it would be replayed from 1970 on."""
+    for first in (1.7e12, -9000.0):
+        read = read_mooncake([line(timestamp=first + 6000), line(timestamp=first)], "t")
+        assert [one.at_s for one in read.arrivals] == [0.0, 6.0]
+    table = ["arrival_s,prompt_tokens,output_tokens", "1700000003,1,1", "1700000001,1,1"]
+    assert [one.at_s for one in read_table(table, "t", 16).arrivals] == [0.0, 2.0]
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_a_trace() -> None:
+    assert len(read_mooncake([b"\xef\xbb\xbf" + line(), line()], "t").arrivals) == 2
 
 
 def test_a_column_that_is_not_known_is_named() -> None:
