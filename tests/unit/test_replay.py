@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import pytest
 
-from engines.types import Role
+from engines.types import Endpoint, Role
 from engines.virtual.models import EngineModel
 from router.admission import QueueLimits
 from router.disagg import Mode
+from router.load import LoadBook
 from router.pairing import DisaggRules
 from router.replay.engines import Hardware, State
 from router.replay.generators import GENERATORS, generate
@@ -20,8 +21,9 @@ from router.replay.measure import Run, Served, Targets, spread
 from router.replay.replay import Failure, Member, Replay, Setting
 from router.replay.scaling import Scaler, Seen
 from router.replay.workload import Arrival, Workload, timed
+from router.scheduling.scheduler import Scheduler
 from router.scheduling.table import load_policy
-from router.scheduling.types import Candidate, Context, RoutingRequest
+from router.scheduling.types import Candidate, Context, Overlap, RoutingRequest
 from tests.choosing import chain
 
 SIZE = 16
@@ -200,6 +202,38 @@ def test_a_policy_of_ones_own_runs_unchanged() -> None:
     arrivals = [msgspec.structs.replace(one, session=str(number % 2)) for number, one in enumerate(apart(10))]
     _, replay = played(arrivals, setting(2), "tests.unit.test_replay:Pinned")
     assert [one.engine for one in replay.tally.served] == [0, 1] * 5
+
+
+@pytest.mark.parametrize("left_over", [0, 1, SIZE - 1])
+def test_R36_equal_prompts_do_not_scatter_over_an_idle_fleet(left_over: int) -> None:
+    """Whatever they have beyond their last full block, which each must compute for itself."""
+    prompt = 64 * SIZE + left_over
+    _, replay = played([Arrival(0.0, prompt, 2, tuple(chain(1, 64))) for _ in range(16)], setting(8))
+    assert len({one.engine for one in replay.tally.served}) == 1
+    assert sum(one.cached_tokens for one in replay.tally.served) >= 15 * 63 * SIZE
+
+
+def test_blocks_ties_with_an_idle_engine_as_dynamo_does_while_a_prompt_is_computed_and_after() -> None:
+    """Four blocks cached on A: they tie with two blocks being computed there, or four being decoded, by the book's own counts."""
+    name, policy = load_policy("blocks")
+    a, b = Endpoint("http://a:8000"), Endpoint("http://b:8000")
+    book = LoadBook()
+
+    def costs() -> list[float]:
+        candidates = [
+            Candidate(end, SIZE, 10, 10, Overlap(device=4 * (end is a), in_flight=4 * (end is a)), book.load(end, 0.0)) for end in (a, b)
+        ]
+        return list(Scheduler(policy, name, 0.0, random.Random(0)).decide(RoutingRequest("m", 10 * SIZE), candidates, (), 0.0).costs)
+
+    with book.reserve(a, chain(7, 2), 2 * SIZE) as reservation:
+        here, idle = costs()
+        assert here == idle
+        reservation.first_token()
+        here, idle = costs()
+        assert here == idle - 2
+    with book.reserve(a, chain(8, 4), 0):
+        here, idle = costs()
+        assert here == idle, "what was cached is not charged as prefill"
 
 
 # -------------------------------------------------------------------------------------------------------------- fullness
