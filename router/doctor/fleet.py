@@ -72,7 +72,7 @@ class Page:
 
     @property
     def engines(self) -> list[str]:
-        """Those that the router has joined."""
+        """Those that the router follows, there or not."""
         return sorted({labels["engine"] for labels, _ in self.samples("router_engine_state")})
 
 
@@ -143,6 +143,7 @@ _STATES: Final = {
     "draining": "POST /admin/engines/ID/undrain, if it is to serve",
     "asleep": "wake it (POST /wake_up)",
     "ejected": "it does not answer: is it up?",
+    "waiting": "it does not answer, or is no engine: start it, or mend its address; the router's log line `waiting for engine` says why",
     "cooling": "it answered 429 or 503 a moment ago; a lower admission.max_active_requests, or more engines",
     "joining": "its tokenizer is being checked and its cache learned; look again in some seconds",
 }

@@ -87,6 +87,7 @@ async def test_H1_an_engine_that_is_gone_without_a_word_is_ejected_within_two_pe
         began = loop.time()
         await serves(router, 1)
         assert loop.time() - began < 2 * 2.0
+        assert await state(router, goes, "waiting"), "an engine that is not there is not forgotten"
         ready = await router.get("/ready")
         assert (ready.status, ready.json["models"]) == (200, {"a": 1, "b": 0})
         missing = await router.get("/ready?model=b")
