@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TextIO
 
+from discovery.config import ConfigError
 from engines.links import parse_link
 from engines.types import Role
 from router.admission import QueueLimits
@@ -34,7 +35,8 @@ NewScaler = Callable[[], Scaler]
 
 
 async def run(settings: ReplaySettings, scaler: NewScaler | None = None) -> None:
-    """Run them all and print the table. Raises BadTrace, OSError and PolicyNotLoaded."""
+    """Run them all and print the table. Raises BadTrace, OSError and ConfigError."""
+    await asyncio.to_thread(_prepare, settings)
     progress = Progress(sys.stderr)
     runs: list[Run] = []
     for speed in settings.speeds:
@@ -49,6 +51,20 @@ async def run(settings: ReplaySettings, scaler: NewScaler | None = None) -> None
             seed += 1
     progress.over()
     await asyncio.to_thread(_write, settings, runs)
+
+
+def _prepare(settings: ReplaySettings) -> None:
+    """What would fail when all has been played fails now: policies load, and what comes of it can be written. Raises ConfigError."""
+    for policy in settings.names:
+        load_policy(policy)
+    file, folder = settings.json, settings.page
+    try:
+        if file is not None and file != "-":
+            Path(file).open("ab").close()
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {(error.strerror or str(error)).lower()}") from None
 
 
 async def _run(  # noqa: PLR0913, PLR0917  a run is told apart by all of these

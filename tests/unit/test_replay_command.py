@@ -123,6 +123,23 @@ def test_what_makes_no_sense_is_said(capsys: pytest.CaptureFixture[str], argv: l
     assert wrong in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "wrong"),
+    [
+        (["--json", "nowhere/runs.json"], "nowhere/runs.json: no such file or directory"),
+        (["--page", "/dev/null/page"], "/dev/null/page: not a directory"),
+        (["--policies", "kv,nope"], "policy 'nope' is unknown"),
+    ],
+)
+def test_what_would_fail_at_the_end_fails_before_anything_is_played(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], wrong: str
+) -> None:
+    monkeypatch.setattr("router.replay.command.traffic_of", lambda *_: pytest.fail("it is played"))
+    code, out, err = said(capsys, "chat", *flags)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"commutator replay: error: {wrong}")
+
+
 def test_a_trace_that_cannot_be_read_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert said(capsys, str(tmp_path / "none.jsonl"))[0] == 1
     (tmp_path / "bad.jsonl").write_text("{}\n")
