@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from engines import metrics
+from engines.client import why_not_connected
 from router.doctor.findings import Finding, ok, unknown, warning, wrong
 
 BLOCKS: Final = 8
@@ -52,6 +53,8 @@ class Router:
                 method, self.url + path, data=data, headers=self._headers, timeout=self._timeout, allow_redirects=False
             ) as response:
                 return response.status, {name.lower(): value for name, value in response.headers.items()}, await response.read()
+        except aiohttp.ClientConnectorError as error:
+            raise RouterSilent(why_not_connected(error)) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RouterSilent(str(error) or f"{path} was not answered in time") from error
 

@@ -229,7 +229,9 @@ async def test_R3_a_router_that_guesses_says_whose_events_are_missing() -> None:
 
 
 async def test_a_router_that_is_not_there_and_one_whose_engine_has_gone_are_named() -> None:
-    assert broken(await examine(DoctorSettings(router="http://127.0.0.1:1"))) == [("router", "http://127.0.0.1:1")]
+    found = await examine(DoctorSettings(router="http://127.0.0.1:1"))
+    assert broken(found) == [("router", "http://127.0.0.1:1")]
+    assert "it does not answer: connection refused" in text_of(found, "router")
     async with fleet(1) as engines, routing(engines) as router:
         await engines[0].die()
 
