@@ -20,7 +20,8 @@ SUFFIXES = ("_api_key", "_password", "_secret", "_auth_token", "_access_token")
 CREDENTIALS = re.compile(
     r"(?P<before>[a-z][a-z0-9+.-]*://)[^\s/@\"']+(?P<after>@)"  # scheme://user:password@
     r"|(?P<scheme>\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{4,}"  # an Authorization header's value
-    r"|(?P<key>\b(?:api[-_]?key|password|secret|(?:access|auth)[-_]token)[\"']?\s*[=:]\s*)[^\s,;&()]+",  # a line, a query, a repr
+    r"|(?P<key>\b(?:api[-_]?key|password|secret|(?:access|auth)[-_]token)[\"']?\s*[=:]\s*)"  # a line, a query, a repr
+    r"(?!(?:has no effect|the value is not allowed)\b)[^\s,;&()]+",  # but for what our own complaints say of a setting
     re.IGNORECASE,
 )
 

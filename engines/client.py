@@ -124,7 +124,7 @@ class EngineClient:
         except TimeoutError as error:
             raise EngineTimeout(path, self._timeout_s) from error
         except aiohttp.ClientConnectorError as error:
-            raise EngineUnreachable(_why(error), number=error.os_error.errno) from error
+            raise EngineUnreachable(why_not_connected(error), number=error.os_error.errno) from error
         except (aiohttp.ClientPayloadError, aiohttp.ClientResponseError) as error:
             raise EngineBroken(f"{path}: what answered is not HTTP, or broke off: {excerpt(str(error).encode())}") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -152,7 +152,7 @@ def _parse(path: str, body: bytes) -> Any:  # noqa: ANN401 - JSON
         raise EngineBroken(f"{path}: the answer is not JSON ({excerpt(body)!r})") from error
 
 
-def _why(error: aiohttp.ClientConnectorError) -> str:
+def why_not_connected(error: aiohttp.ClientConnectorError) -> str:
     """The reason alone: aiohttp's text repeats host and port, and uvloop's repeats the errno."""
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return f"host {error.host} is not known"

@@ -42,6 +42,7 @@ COUNTED: Final = ("_total", "_bucket", "_sum")
 NOT_READ: Final = frozenset({"400", "404"})
 """Statuses of requests that no engine was to have."""
 ROLES: Final = {role.value: role for role in Role}
+NOT_THERE: Final = "waiting"
 LONGEST_S: Final = 300.0
 """Pages that lie further apart say nothing of now."""
 
@@ -120,6 +121,8 @@ def engines_of(page: Page) -> Iterator[EngineReport]:
     roles = {labels.get("engine", ""): ROLES.get(labels.get("role", ""), Role.AGGREGATED) for labels, _ in page.of(INFO)}
     states: dict[str, tuple[float, str]] = {}
     for labels, value in page.of(STATE):  # with several processes, that of most of them
+        if labels.get("state") == NOT_THERE:
+            continue  # as in reports on the bus: who cannot see it says nothing of it
         engine = labels.get("engine", "")
         states[engine] = max(states.get(engine, (0.0, "")), (value, labels.get("state", "")))
     in_flight, prefill, running, queued, kv = map(page.by_engine, (IN_FLIGHT, PREFILL, RUNNING, QUEUED, KV))

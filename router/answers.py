@@ -152,9 +152,9 @@ class Answers:
             choice = self._chooser.decide(asked, set())
             told = explanation(choice)
         except openai.BadBody as error:
-            exchange.error(error.status, str(error))
+            exchange.error(error.status, str(error), error.code)
         except NoCandidate as error:
-            exchange.error(501 if error.never else 503, str(error))
+            exchange.error(501 if error.never else 503, str(error), "no_engine")
         except PolicyError as error:
             exchange.error(500, str(error), "policy_error")
         else:

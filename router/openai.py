@@ -41,6 +41,8 @@ class BadBody(Exception):
         """`logged` is for the log, where the message quotes the client."""
         super().__init__(message)
         self.status = status
+        self.code = "no_engine" if status == 503 else None
+        """The answer's, as where an engine was looked for and none found."""
         self.logged = message if logged is None else logged
 
 

@@ -196,7 +196,7 @@ class Proxy:
             raise
         except openai.BadBody as error:
             trip.failure = error.logged
-            exchange.error(error.status, str(error))
+            exchange.error(error.status, str(error), error.code)
         except Shed as nowhere:  # its model's first engine did not come in time
             trip.failure = str(nowhere)
             self._give_up(exchange, nowhere, trip, Tries())

@@ -116,6 +116,7 @@ class Readings:
             failures += [((known.id, failure), float(count)) for failure, count in member.failures.items()]
             rejection = member.rejection(now)
             states.append(((member.info.id, rejection.value if rejection else "serving" if member.serving else "joining"), 1.0))
+        states += [((engine, "waiting"), 1.0) for engine in self._monitor.watched if engine not in self._fleet.members]
         yield (
             "router_engine_info",
             "1, with what each engine is.",
@@ -123,7 +124,7 @@ class Readings:
             info,
         )
         yield "router_engine_failures_total", "Attempts at an engine that failed, by what failed.", ("engine", "failure"), failures
-        yield "router_engine_state", "1 for the state each engine is in.", ("engine", "state"), states
+        yield "router_engine_state", "1 for the state each engine is in that is followed, there or not.", ("engine", "state"), states
         pushed = [
             ((engine, outcome), float(count))
             for engine, counts in self._monitor.load_reports().items()

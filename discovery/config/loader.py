@@ -199,8 +199,8 @@ def _flatten(table: Mapping[str, object], sections: set[tuple[str, ...]], path: 
 
 def _value(option: Option, given: _Given, problems: list[str]) -> object:
     """The value as the Struct wants it; what is wrong goes to `problems`."""
+    raw = given.value
     try:
-        raw = given.value
         if option.item_type is EngineSpec:
             raw = [_engine(item) for item in raw] if isinstance(raw, list) else raw
         elif not given.strict:
@@ -209,6 +209,9 @@ def _value(option: Option, given: _Given, problems: list[str]) -> object:
     except ConfigError as error:
         problems.append(f"{given.source}: {error}")
     except (msgspec.ValidationError, ValueError):
+        if found := list(_faults(option, raw, strict=given.strict)):
+            problems.extend(f"{given.source}: {fault}" for fault in found)
+            return None
         shown = "the value" if option.secret else _shown(given.value)
         problems.append(f"{given.source}: {shown} is not allowed; allowed is {allowed(option.type)}")
     return None
@@ -221,6 +224,26 @@ def _tables(option: Option, raw: object) -> object:
     if isinstance(raw, str) and any(typing.get_origin(alternative) is dict for alternative in alternatives(option.type)):
         return msgspec.json.decode(raw)
     return raw
+
+
+def _faults(option: Option, raw: object, *, strict: bool) -> Iterator[str]:
+    """What is wrong with the tables of a list, each by its keys. What is in them is not shown: an environment may hold secrets."""
+    if not (isinstance(raw, list) and isinstance(option.item_type, type) and issubclass(option.item_type, msgspec.Struct)):
+        return
+    fields = {field.encode_name: field for field in msgspec.structs.fields(option.item_type)}
+    for number, table in enumerate(raw, 1):
+        if not isinstance(table, dict):
+            continue
+        where = f"table {number}: "
+        yield from (f"{where}unknown key {key!r}{nearest(key, fields)}" for key in table if key not in fields)
+        yield from (f"{where}`{name}` is missing" for name, field in fields.items() if field.required and name not in table)
+        for name, field in fields.items():
+            try:
+                msgspec.convert(table[name], field.type, strict=strict)
+            except KeyError:
+                continue
+            except msgspec.ValidationError:
+                yield f"{where}{name}: the value is not allowed; allowed is {allowed(field.type)}"
 
 
 def _finite(value: object) -> object:

@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from engines import metrics
+from engines.client import why_not_connected
 from router.doctor.findings import Finding, ok, unknown, warning, wrong
 
 BLOCKS: Final = 8
@@ -52,6 +53,8 @@ class Router:
                 method, self.url + path, data=data, headers=self._headers, timeout=self._timeout, allow_redirects=False
             ) as response:
                 return response.status, {name.lower(): value for name, value in response.headers.items()}, await response.read()
+        except aiohttp.ClientConnectorError as error:
+            raise RouterSilent(why_not_connected(error)) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RouterSilent(str(error) or f"{path} was not answered in time") from error
 
@@ -72,7 +75,7 @@ class Page:
 
     @property
     def engines(self) -> list[str]:
-        """Those that the router has joined."""
+        """Those that the router follows, there or not."""
         return sorted({labels["engine"] for labels, _ in self.samples("router_engine_state")})
 
 
@@ -143,6 +146,7 @@ _STATES: Final = {
     "draining": "POST /admin/engines/ID/undrain, if it is to serve",
     "asleep": "wake it (POST /wake_up)",
     "ejected": "it does not answer: is it up?",
+    "waiting": "it does not answer, or is no engine: start it, or mend its address; the router's log line `waiting for engine` says why",
     "cooling": "it answered 429 or 503 a moment ago; a lower admission.max_active_requests, or more engines",
     "joining": "its tokenizer is being checked and its cache learned; look again in some seconds",
 }

@@ -277,8 +277,13 @@ class _Collected(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._workers.pages.collect()
-        yield GaugeMetricFamily("router_processes", "Processes that listen.", value=len(self._workers.up))
-        yield CounterMetricFamily("router_process_restarts", "Processes that ended and were started again.", value=self._workers.restarts)
+        yield from of_parent(len(self._workers.up), self._workers.restarts)
+
+
+def of_parent(listening: int, restarts: int) -> Iterator[Metric]:
+    """What only the parent knows."""
+    yield GaugeMetricFamily("router_processes", "Processes that listen.", value=listening)
+    yield CounterMetricFamily("router_process_restarts", "Processes that ended and were started again.", value=restarts)
 
 
 class GroupAdmin:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 
 from discovery.config import ConfigError
+from engines.client import why_not_connected
 from router.keys import BadKeys, read_token
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ async def _state(session: aiohttp.ClientSession, admin: str) -> dict[str, Any]:
             state = await answer.json()
     except TimeoutError:
         raise NothingToShow(f"{admin} has not answered within {PATIENCE_S:g} s") from None
+    except aiohttp.ClientConnectorError as error:
+        raise NothingToShow(f"{admin} cannot be asked: {why_not_connected(error)}") from None
     except (aiohttp.ClientError, ValueError) as error:
         raise NothingToShow(f"{admin} cannot be asked: {error}") from None
     if not isinstance(state, dict) or "troubles" not in state:

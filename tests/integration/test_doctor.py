@@ -229,7 +229,9 @@ async def test_R3_a_router_that_guesses_says_whose_events_are_missing() -> None:
 
 
 async def test_a_router_that_is_not_there_and_one_whose_engine_has_gone_are_named() -> None:
-    assert broken(await examine(DoctorSettings(router="http://127.0.0.1:1"))) == [("router", "http://127.0.0.1:1")]
+    found = await examine(DoctorSettings(router="http://127.0.0.1:1"))
+    assert broken(found) == [("router", "http://127.0.0.1:1")]
+    assert "it does not answer: connection refused" in text_of(found, "router")
     async with fleet(1) as engines, routing(engines) as router:
         await engines[0].die()
 
@@ -240,6 +242,19 @@ async def test_a_router_that_is_not_there_and_one_whose_engine_has_gone_are_name
         found = await examine(DoctorSettings(router=router.url))
         assert ("ready", router.url) in broken(found)
         assert "no engine serves sim" in text_of(found, "ready")
+
+
+async def test_an_engine_that_has_gone_is_named_though_another_serves() -> None:
+    async with fleet(2) as (stays, goes), routing([stays, goes], probe_period_s=0.2) as router:
+        await goes.die()
+
+        async def gone() -> bool:
+            return await router.metric("router_engine_state", engine=goes.url, state="waiting") == 1
+
+        await until(gone, what="the router has noticed")
+        found = await examine(DoctorSettings(router=router.url))
+    assert broken(found) == [("state", goes.url)]
+    assert [finding.state for finding in found if (finding.check, finding.subject) == ("reachable", goes.url)] == [State.UNKNOWN]
 
 
 async def test_an_engine_that_only_the_router_reaches_is_not_called_wrong() -> None:

@@ -87,12 +87,14 @@ async def test_H1_an_engine_that_is_gone_without_a_word_is_ejected_within_two_pe
         began = loop.time()
         await serves(router, 1)
         assert loop.time() - began < 2 * 2.0
+        assert await state(router, goes, "waiting"), "an engine that is not there is not forgotten"
         ready = await router.get("/ready")
         assert (ready.status, ready.json["models"]) == (200, {"a": 1, "b": 0})
         missing = await router.get("/ready?model=b")
         assert (missing.status, missing.json["models"]["b"]) == (503, 0)
         answer = await router.chat("x", model="b")
-        assert (answer.status, "`b`" in answer.json["error"]["message"]) == (503, True)
+        assert (answer.status, answer.json["error"]["code"], "`b`" in answer.json["error"]["message"]) == (503, "no_engine", True)
+        assert (await router.post("/route", {"model": "b", "prompt": "x"})).json["error"]["code"] == "no_engine"
         assert (await router.chat("x", model="c")).status == 404
         assert (await router.chat("x", model="a")).status == 200
         await goes.restart()

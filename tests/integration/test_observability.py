@@ -89,7 +89,14 @@ SAYS: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "CommutatorNoEngine": ("10m", {'router_model_engines{job="c",model="m"}': "0x80"}),
-    "CommutatorEngineEjected": ("10m", {'router_engine_state{job="c",engine="e",state="ejected"}': "1x80"}),
+    "CommutatorEngineEjected": (
+        "15m",
+        {
+            'router_engine_state{job="c",engine="e",state="serving"}': "1x4 _x80",
+            'router_engine_state{job="c",engine="e",state="ejected"}': "_x4 1 _x80",
+            'router_engine_state{job="c",engine="e",state="waiting"}': "_x5 1x80",
+        },
+    ),
     "CommutatorErrors": (
         "20m",
         {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import ssl
@@ -21,6 +22,8 @@ from tests.integration.commands import COMMAND, DEADLINE_S
 from tests.integration.processes import Group, alive, descendants, group
 from tests.rig import Router, asked, fleet, prompt, settings_of
 from tests.waiting import alongside, until
+
+REFERENCE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -123,6 +126,8 @@ async def test_metrics_and_readiness_do_not_depend_on_the_process_that_is_asked(
         pages = [await router.metric("router_requests_total", route="/v1/chat/completions") for _ in range(8)]
         assert pages == [len(answers)] * 8
         assert await router.metric("router_processes") == 2
+        shown = re.findall(r"^# TYPE (\S+) (\S+)$", (await router.get("/metrics")).body.decode(), re.MULTILINE)
+        assert set(shown) <= set(re.findall(r"^\| `(\S+)` \| (\S+) \|", REFERENCE, re.MULTILINE))
         ready = [(await router.get("/ready")).json for _ in range(8)]
         assert ready == [{"ready": True, "models": {"sim": 1}, "joining": []}] * 8
         assert (await router.get("/ready?model=none")).status == 503

@@ -82,7 +82,7 @@ async def test_what_keeps_it_from_showing_anything_is_said_in_a_line(tmp_path: P
             await show(settings(router, admin_token="another-token-altogether"), recording())
         with pytest.raises(NothingToShow, match="answered 404"):
             await show(settings(router, admin=router.url), recording())
-    with pytest.raises(NothingToShow, match="cannot be asked"):
+    with pytest.raises(NothingToShow, match="cannot be asked: connection refused"):
         await show(TopSettings(admin="http://127.0.0.1:9", admin_token=TOKEN), recording())
     with pytest.raises(ConfigError, match="no such file"):
         await show(TopSettings(admin_token_file=str(tmp_path / "none")), recording())

@@ -117,7 +117,10 @@ def test_nothing_heavy_is_imported_to_say_the_version(args: list[str]) -> None:
 
 
 async def failing(_settings: object) -> None:
-    raise ExceptionGroup("several", [OSError(98, "Address already in use"), ValueError("token: Bearer canary")])
+    raise ExceptionGroup(
+        "several",
+        [OSError(98, "Address already in use"), FileNotFoundError(2, "No such file", "a.jsonl"), ValueError("token: Bearer canary")],
+    )
 
 
 async def interrupted(_settings: object) -> None:
@@ -136,7 +139,8 @@ def test_a_failure_is_a_line_for_each_reason_and_exit_code_1(capsys: pytest.Capt
     code, _, err = said(capsys, "failing")
     assert code == 1
     assert err.splitlines() == [
-        "commutator failing: error: [Errno 98] Address already in use",
+        "commutator failing: error: Address already in use",
+        "commutator failing: error: a.jsonl: No such file",
         "commutator failing: error: ValueError: token: Bearer ***; --log-level debug shows where",
     ]
 

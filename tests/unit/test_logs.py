@@ -125,6 +125,8 @@ def test_A7_no_secret_reaches_a_log_at_any_level(level: LogLevel, form: LogForma
         ("http://h:1,api-key=abc,role=decode", "http://h:1,api-key=***,role=decode"),
         ("EngineSpec(url='http://h:1', api_key='abc')", "EngineSpec(url='http://h:1', api_key=***)"),
         ("?apikey=abc&password: x, secret=y", "?apikey=***&password: ***, secret=***"),
+        ("--nats-password: has no effect without nats", "--nats-password: has no effect without nats"),
+        ("--api-key: the value is not allowed; password: the", "--api-key: the value is not allowed; password: ***"),
         ("http://h:8000/v1 is fine; a bearer of news; prompt_tokens=5", "http://h:8000/v1 is fine; a bearer of news; prompt_tokens=5"),
     ],
 )

@@ -123,6 +123,12 @@ def test_percentiles_are_those_of_prometheus_within_the_width_of_our_buckets(
     assert found.percentile(share) == pytest.approx(expected_ms, rel=0.1)
 
 
+def test_an_engine_that_one_router_cannot_see_is_what_the_other_says() -> None:
+    there, away = (Page(0, labelled("router_engine_state", {("e", state): 1.0}, "engine", "state")) for state in ("serving", "waiting"))
+    assert [engine.state for engine in Scrapes().look({"a": away, "b": there}).engines.values()] == ["serving"]
+    assert Scrapes().look({"a": away}).engines == {}
+
+
 def test_what_an_engine_is_and_carries_is_of_all_its_ranks() -> None:
     at = {("e", "0"): 3.0, ("e", "1"): 4.0}
     found = Page(

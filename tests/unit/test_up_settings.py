@@ -101,7 +101,12 @@ def test_what_is_in_force_can_be_loaded_again() -> None:
         (["--pool", '{"name": "a", "model": "M"}', "--model", "M"], "has no effect beside pools"),
         (["--pool", '{"name": "a", "model": "M"}', "--pool", '{"name": "a", "model": "M"}'], "2 pools are named 'a'"),
         (["--pool", '{"name": "a", "model": "M", "role": "prefill"}'], "only with decode engines"),
-        (["--pool", '{"name": "a", "modle": "M"}'], "is not allowed"),
+        (["--pool", '{"name": "a", "modle": "M"}'], "--pool: table 1: unknown key 'modle'; did you mean 'model'\\?"),
+        (["--pool", '{"model": "M"}'], "--pool: table 1: `name` is missing"),
+        (
+            ["--pool", '{"name": "a", "gpus": ["x"]}'],
+            "table 1: gpus: the value is not allowed; allowed is a list, each item a whole number",
+        ),
         (["--pool", "no"], "a table \\(outside of the file: JSON\\)"),
         (["--model", "M", "--serve", '{"port": 1}'], "`port` has no effect in it: `port` says, outside of it"),
     ],
