@@ -10,6 +10,7 @@ import random
 import resource
 import shutil
 import sys
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 from discovery.broker import Broker
 from engines.simulator import text
 from engines.types import EngineSpec
+from router import app
 from router.exchange import Exchange
 from router.intake import Asked
 from router.proxy import Trip
@@ -167,6 +169,23 @@ async def test_M2_no_request_leaves_a_reference_cycle_however_it_ends(kind: str)
             gc.garbage.clear()
             gc.enable()
         assert not left & {"Exchange", "Trip", "Relay", "Asked", "EngineConnection", "ClientConnection", "Reservation"}, left
+
+
+async def test_cycles_that_others_leave_do_not_wait_for_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a NATS client's, of each connection that it lost: they are old by then, and the collector rarely looks at what is old."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    monkeypatch.setattr(app, "COLLECT_PERIOD_S", 0.1)
+    gc.disable()
+    try:
+        async with RawEngine(by_user) as engine, routing([engine.url], policy="round-robin"):
+            left = weakref.ref(Cycle())
+            await until(lambda: left() is None, what="the cycle to be found")
+    finally:
+        gc.enable()
 
 
 @contextlib.asynccontextmanager

@@ -61,7 +61,8 @@ class Report(msgspec.Struct, frozen=True):
         rows.append(f"| counters left over | {', '.join(self.left_over) or 'none'} |")
         for name, samples in self.memory_kb.items():
             late = samples[len(samples) // 2 :]
-            rows.append(f"| memory of {name}: at half time, at the end | {late[0][1] / 1024:.1f} MB, {late[-1][1] / 1024:.1f} MB |")
+            eighths = [samples[at * (len(samples) - 1) // 8][1] / 1024 for at in range(9)]
+            rows.append(f"| memory of {name}, MB: at each eighth of the time | {', '.join(f'{one:.1f}' for one in eighths)} |")
             if self.seconds < LONG_S:
                 continue
             rows.append(f"| its slope over the second half | {slope(late) * 3600:+.0f} kB an hour |")
