@@ -13,6 +13,7 @@ import weakref
 import msgspec
 import pytest
 
+from discovery.feed import UNREAD
 from discovery.messages import Batch, Beacon, SnapshotChunk, SnapshotRequest, Store
 from discovery.mirror import Mirror
 from discovery.signal import LIVE, UNPUBLISHED, SignalState
@@ -518,15 +519,18 @@ async def test_A9_ten_thousand_fuzzed_messages_are_counted_and_harmless() -> Non
         assert set(mirror.stats()) == {engine.endpoint}
 
 
-async def test_garbage_from_the_engine_is_counted_and_costs_only_itself() -> None:
+async def test_garbage_from_the_engine_is_counted_and_what_it_may_have_removed_is_held_no_more() -> None:
     rng = random.Random(5)
     async with fleet() as made, ToyEngine() as engine, made.mirror(engine.info()) as (mirror, index):
         made.relay.follow(engine.info())
         engine.serve(prompt(1, 4))
+        await copied(mirror, index, engine)
+        before = set(engine.held)
         for _ in range(100):
             engine.publisher.publish(rng.randbytes(rng.randrange(1, 64)))
         engine.serve(prompt(2, 4))
-        await copied(mirror, index, engine)
+        await until(lambda: index.keys(engine.endpoint) == engine.held - before, what="what came since to be copied")
+        assert (state(mirror, engine), reason(mirror, engine)) == (SignalState.PARTIAL, UNREAD)
         counts = made.relay.stats()[engine.endpoint]
         assert sum(counts.undecodable.values()) + sum(counts.skipped.values()) >= 90
         assert counts.crashes == 0
