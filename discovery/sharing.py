@@ -155,7 +155,7 @@ class Sharing:
         for endpoint, new, old in self._peers.prefixes.changes():
             began += [packed(endpoint, new)] if new else []
             ended += [packed(endpoint, old)] if old else []
-        now = {endpoint: carried[:3] for endpoint, carried in self._book.carried()}
+        now = {endpoint: carried[:3] for endpoint, carried in self._book.carried()}  # which blocks, marks tell
         if now == self._told and not began and not ended:
             return
         changed = [endpoint for endpoint in now.keys() | self._told.keys() if now.get(endpoint) != self._told.get(endpoint)]

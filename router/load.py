@@ -79,6 +79,11 @@ class _Account:
         self.forgotten = False
         self.work = Work()
 
+    @property
+    def computing(self) -> int:
+        """Requests whose first token has not come."""
+        return self.untimed + self.work.computing
+
 
 class Reservation:
     """One request's place in the book, until it is released."""
@@ -245,7 +250,7 @@ class LoadBook:
             work.busy(now),
             work.generated(now) if work.decoding else 0.0,
             work.residence_s,
-            account.untimed + work.computing + others.computing,
+            account.computing + others.computing,
         )
 
     def own(self, endpoint: Endpoint) -> Carried:
@@ -273,8 +278,8 @@ class LoadBook:
                 yield endpoint, self._carried(account)
 
     def _carried(self, account: _Account) -> Carried:
-        computing = account.untimed + account.work.computing
-        return Carried(account.requests, account.prefill_tokens - account.work.passed, computing, self._index.size(account.slot))
+        prefill_tokens = account.prefill_tokens - account.work.passed
+        return Carried(account.requests, prefill_tokens, account.computing, self._index.size(account.slot))
 
     def report(self, endpoint: Endpoint, running: int | None, waiting: int | None, kv_usage: float | None, now: float) -> None:
         """What the engine says of itself, at `now` in monotonic seconds. Runtime complexity: O(1).
@@ -357,7 +362,7 @@ class LoadBook:
             assert not account.forgotten
             assert account.requests >= 0
             assert account.prefill_tokens >= 0
-            assert 0 <= account.untimed + account.work.computing <= account.requests
+            assert 0 <= account.computing <= account.requests
             assert 0 <= account.work.passed <= account.prefill_tokens
             assert account.requests > 1 or not account.shared, "a block shared by nobody"
             assert account.requests > 0 or (account.prefill_tokens == 0 and not self._index.size(account.slot)), "counts left behind"

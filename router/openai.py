@@ -86,7 +86,7 @@ class ApiBody(ChatFields, kw_only=True):
         """Whether the body carries fields that must not pass."""
         if _to_strip(self) != _NONE_TO_STRIP:
             return True
-        if self.vllm_xargs is UNSET and self.sampling_params is UNSET:  # as nearly always: this is asked of every request
+        if _extra(self) == _NO_EXTRA:  # as nearly always: this is asked of every request
             return False
         return any(_cleaned(getattr(self, way[0]), way[1:]) is not None for way in _EXTRA)
 
@@ -130,6 +130,8 @@ _to_strip = operator.attrgetter(*STRIPPED)
 _NONE_TO_STRIP: Final = (UNSET,) * len(STRIPPED)
 _EXTRA: Final = (("vllm_xargs",), ("sampling_params", "extra_args"))
 """Where bodies have extra arguments."""
+_extra = operator.attrgetter(*(way[0] for way in _EXTRA))
+_NO_EXTRA: Final = (UNSET,) * len(_EXTRA)
 _decoder = msgspec.json.Decoder(ApiBody)
 _ids_decoder = msgspec.json.Decoder(list[Annotated[int, Meta(ge=0, le=2**32 - 1)]])
 _object_decoder = msgspec.json.Decoder(dict[str, Raw])
