@@ -149,15 +149,22 @@ async def test_a_custom_resource_is_scaled_by_its_scale_or_its_own_field(path: s
             assert (cluster.resource["spec"]["model"], cluster.resource["spec"]["workers"]["ports"]) == others
 
 
-async def test_several_pods_that_leave_at_once_are_each_counted() -> None:
-    cluster = FakeKubernetes("deployments", "llm", 5, [])
+@contextlib.asynccontextmanager
+async def scaling(cluster: FakeKubernetes, target: str) -> AsyncIterator[tuple[Kubernetes, Leaving]]:
+    """An actuator of one pool in front of a cluster, with a router that knows of no engine."""
     async with (
         routing([], admin_token=TOKEN) as router,
         told(router) as (routers, group),
         served(cluster.application()) as api,
         aiohttp.ClientSession(base_url=api) as session,
     ):
-        actuator = Kubernetes(session, None, "ai", {"aggregated": "deployments/llm"}, Leaving(routers, group, 30.0))
+        leaving = Leaving(routers, group, 30.0)
+        yield Kubernetes(session, None, "ai", {"aggregated": target}, leaving), leaving
+
+
+async def test_several_pods_that_leave_at_once_are_each_counted() -> None:
+    cluster = FakeKubernetes("deployments", "llm", 5, [])
+    async with scaling(cluster, "deployments/llm") as (actuator, _):
         there = (await actuator.replicas({}, 0.0))["aggregated"]
         await actuator.carry_out(decision(there, 2, ["llm-1", "llm-3", "llm-4"]))
         await until(lambda: sorted(cluster.pods) == ["llm-0", "llm-2"], what="three are gone")
@@ -173,14 +180,7 @@ async def test_several_pods_that_leave_at_once_are_each_counted() -> None:
 )
 async def test_a_lost_pod_is_made_up_for_and_costs_no_healthy_one(kind: str, lost: str, left: list[str]) -> None:
     cluster = FakeKubernetes(kind, "llm", 3, [])
-    async with (
-        routing([], admin_token=TOKEN) as router,
-        told(router) as (routers, group),
-        served(cluster.application()) as api,
-        aiohttp.ClientSession(base_url=api) as session,
-    ):
-        leaving = Leaving(routers, group, 30.0)
-        actuator = Kubernetes(session, None, "ai", {"aggregated": f"{kind}/llm"}, leaving)
+    async with scaling(cluster, f"{kind}/llm") as (actuator, leaving):
         healthy = [one for one in (await actuator.replicas({}, 0.0))["aggregated"] if one.id != lost]
         await actuator.carry_out(decision(healthy, 3, [lost]))
         await until(lambda: lost not in leaving, what="whatever can go is gone")
@@ -192,13 +192,7 @@ async def test_a_pod_that_somebody_else_drains_is_made_up_for() -> None:
     cluster = FakeKubernetes("deployments", "llm", 2, ["10.8.0.1", "10.8.0.2"])
     drained = EngineReport("http://10.8.0.1:8000", Role.AGGREGATED, "draining", ("sim",), 0, 0)
     serving = EngineReport("http://10.8.0.2:8000", Role.AGGREGATED, "serving", ("sim",), 0, 0)
-    async with (
-        routing([], admin_token=TOKEN) as router,
-        told(router) as (routers, group),
-        served(cluster.application()) as api,
-        aiohttp.ClientSession(base_url=api) as session,
-    ):
-        actuator = Kubernetes(session, None, "ai", {"aggregated": "deployments/llm"}, Leaving(routers, group, 30.0))
+    async with scaling(cluster, "deployments/llm") as (actuator, _):
         there = (await actuator.replicas({report.engine: report for report in (drained, serving)}, 0.0))["aggregated"]
         assert [one.state for one in there] == [ReplicaState.DRAINING, ReplicaState.READY]
         await actuator.carry_out(decision(there, 2))
@@ -218,14 +212,7 @@ async def test_a_pod_that_somebody_else_drains_is_made_up_for() -> None:
 async def test_a_custom_resource_that_does_not_tell_what_is_needed_changes_nothing(path: str, selector: str | None, why: str) -> None:
     cluster = FakeKubernetes("ai.example/v1/engines", "llm", 3, [], replicas_at=("spec", "workers", "replicas") if path else ())
     cluster.selector = selector
-    async with (
-        routing([], admin_token=TOKEN) as router,
-        told(router) as (routers, group),
-        served(cluster.application()) as api,
-        aiohttp.ClientSession(base_url=api) as session,
-    ):
-        target = f"{WORKERS}:{path}" if path else WORKERS
-        actuator = Kubernetes(session, None, "ai", {"aggregated": target}, Leaving(routers, group, 30.0))
+    async with scaling(cluster, f"{WORKERS}:{path}" if path else WORKERS) as (actuator, _):
         with pytest.raises(ActuatorError, match=why):
             await actuator.replicas({}, 0.0)
     assert (cluster.calls, len(cluster.pods)) == ([], 3)
